@@ -1,0 +1,236 @@
+"""Clusters: machines, their devices, and the links between them.
+
+A cluster is read from TOML with quantities as people write them, or named by a preset:
+
+    config-a        2 machines of 8 V100 16 GB, NVLink inside, 25 Gbit/s between    (DAPPLE, section 6)
+    config-b        16 machines of one V100 16 GB, 25 Gbit/s between
+    config-c        16 machines of one V100 16 GB, 10 Gbit/s between
+    config-a:4x8    the same with 4 machines of 8
+
+Devices are numbered machine by machine, from 0.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from dapple.errors import DappleError, FileError, InputError
+from dapple.files import describe_validation, read_text
+from dapple.units import parse_bandwidth, parse_bytes, parse_flops, parse_seconds
+
+NETWORK_MODELS = ("shared", "paper")
+
+
+def _quantity(parse: Any) -> BeforeValidator:
+    def read(value: Any) -> Any:
+        if not isinstance(value, (str, int, float)) or isinstance(value, bool):
+            return value
+        try:
+            return parse(value)
+        except DappleError as error:
+            raise ValueError(str(error)) from error
+
+    return BeforeValidator(read)
+
+
+ByteCount = Annotated[int, _quantity(parse_bytes), Field(gt=0)]
+BytesPerSecond = Annotated[float, _quantity(parse_bandwidth), Field(gt=0)]
+FlopsPerSecond = Annotated[float, _quantity(parse_flops), Field(gt=0)]
+SecondsValue = Annotated[float, _quantity(parse_seconds), Field(ge=0)]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class DeviceKind(_Frozen):
+    """A kind of device.
+
+    Attributes:
+        memory: bytes that a training process may use.
+        flops: peak operations per second at the training precision; None: unknown.
+        memory_bandwidth: bytes per second of its memory; None: unknown.
+        speed: compute speed relative to the device that the profile was taken on.
+    """
+
+    name: str
+    memory: ByteCount
+    flops: FlopsPerSecond | None = None
+    memory_bandwidth: BytesPerSecond | None = None
+    speed: Annotated[float, Field(gt=0)] = 1.0
+
+
+class Link(_Frozen):
+    """A link between devices of one machine, or between machines.
+
+    Attributes:
+        bandwidth: bytes per second in one direction. Between machines it is the network card's,
+            shared by the machine's devices under the "shared" model.
+        latency: seconds before the first byte arrives.
+        flow_bandwidth: bytes per second that a single flow reaches; None: the bandwidth. The
+            "paper" model gives each flow this much and shares nothing.
+        allreduce_bandwidth: bytes per second in the ring formula 2 (n-1)/n bytes / bandwidth;
+            None: the bandwidth.
+    """
+
+    bandwidth: BytesPerSecond
+    latency: SecondsValue = 0.0
+    flow_bandwidth: BytesPerSecond | None = None
+    allreduce_bandwidth: BytesPerSecond | None = None
+
+
+class Machines(_Frozen):
+    """`count` equal machines with `devices` devices each.
+
+    Attributes:
+        inside: the link between two devices of the machine.
+        outside: the machine's network card; may be missing when there is one machine only.
+    """
+
+    count: Annotated[int, Field(ge=1)] = 1
+    devices: Annotated[int, Field(ge=1)]
+    kind: DeviceKind
+    inside: Link
+    outside: Link | None = None
+
+
+class Cluster(_Frozen):
+    """Machines in order; devices are numbered through them from 0.
+
+    Attributes:
+        machines: groups of equal machines.
+        network_model: "shared" (latency, bandwidth, cards shared by a machine's devices) or
+            "paper" (a fixed bandwidth per flow, nothing shared).
+        source: where the figures come from.
+    """
+
+    format: Literal["dapple-cluster"] = "dapple-cluster"
+    version: Literal[1] = 1
+    name: str
+    machines: tuple[Machines, ...] = Field(min_length=1)
+    network_model: Literal["shared", "paper"] = "shared"
+    source: str = ""
+
+    @model_validator(mode="after")
+    def _reachable(self) -> Cluster:
+        if self.num_machines > 1 and any(group.outside is None for group in self.machines):
+            raise ValueError("a cluster of several machines needs `outside` links on each")
+        return self
+
+    @property
+    def num_machines(self) -> int:
+        """Number of machines."""
+        return sum(group.count for group in self.machines)
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices."""
+        return sum(group.count * group.devices for group in self.machines)
+
+    def machine_sizes(self) -> tuple[int, ...]:
+        """Devices of each machine, in order."""
+        return tuple(g.devices for g in self.machines for _ in range(g.count))
+
+    def machine_groups(self) -> tuple[Machines, ...]:
+        """The group of each machine, in order."""
+        return tuple(g for g in self.machines for _ in range(g.count))
+
+    def machine_of_device(self) -> tuple[int, ...]:
+        """Machine number of each device, in order."""
+        return tuple(m for m, size in enumerate(self.machine_sizes()) for _ in range(size))
+
+    def kind_of_device(self) -> tuple[DeviceKind, ...]:
+        """Kind of each device, in order."""
+        return tuple(g.kind for g in self.machines for _ in range(g.count * g.devices))
+
+    def with_memory(self, memory: int | str) -> Cluster:
+        """The same cluster with another memory on every device, such as "110 MiB"."""
+        size = parse_bytes(memory, "memory")
+        groups = tuple(
+            g.model_copy(update={"kind": g.kind.model_copy(update={"memory": size})})
+            for g in self.machines
+        )
+        return self.model_copy(update={"machines": groups})
+
+    def to_toml(self) -> str:
+        """The cluster as TOML, base units throughout."""
+        lines = [f'format = "{self.format}"', f"version = {self.version}", f'name = "{self.name}"']
+        lines += [f'network_model = "{self.network_model}"', f'source = "{self.source}"']
+        for group in self.machines:
+            lines += ["", "[[machines]]", f"count = {group.count}", f"devices = {group.devices}"]
+            for part in ("kind", "inside", "outside"):
+                value = getattr(group, part)
+                if value is not None:
+                    lines += [f"[machines.{part}]", *_toml_fields(value)]
+        return "\n".join(lines) + "\n"
+
+
+def _toml_fields(value: BaseModel) -> list[str]:
+    fields = value.model_dump(exclude_none=True)
+    return [f'{k} = "{v}"' if isinstance(v, str) else f"{k} = {v!r}" for k, v in fields.items()]
+
+
+V100_16GB = DeviceKind(name="v100-16gb", memory=16 * 2**30, flops=15.7e12, memory_bandwidth=900e9)
+
+# Effective bandwidths behind the paper's numbers (HPGO, the authors' planner): NVLink 130 GB/s
+# among 8 devices and 40 GB/s per pair; 0.8 GB/s per flow and 3.0 GB/s AllReduce at 25 Gbit/s,
+# 0.32 and 1.2 GB/s at 10 Gbit/s. Latencies are ours: NVLink peer copy, TCP between machines.
+_NVLINK = Link(bandwidth=40e9, latency=5e-6, flow_bandwidth=40e9, allreduce_bandwidth=130e9)
+_ETHERNET_25 = Link(
+    bandwidth=25e9 / 8, latency=30e-6, flow_bandwidth=0.8e9, allreduce_bandwidth=3.0e9
+)
+_ETHERNET_10 = Link(
+    bandwidth=10e9 / 8, latency=30e-6, flow_bandwidth=0.32e9, allreduce_bandwidth=1.2e9
+)
+_PRESETS = {"config-a": (2, 8, _ETHERNET_25), "config-b": (16, 1, _ETHERNET_25)}
+_PRESETS |= {"config-c": (16, 1, _ETHERNET_10)}
+
+
+def preset(name: str) -> Cluster:
+    """A cluster by its preset name, such as "config-a" or "config-a:4x8".
+
+    Raises:
+        InputError: no such preset, or counts that are not MACHINESxDEVICES.
+    """
+    base, _, counts = name.partition(":")
+    if base not in _PRESETS:
+        raise InputError(
+            f'"{name}" is neither a cluster file nor a preset; presets: local, {", ".join(_PRESETS)}'
+        )
+    count, devices, outside = _PRESETS[base]
+    if counts:
+        match = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,5})", counts)
+        if not match:
+            raise InputError(f'"{name}": write counts as MACHINESxDEVICES, such as {base}:4x8')
+        count, devices = int(match[1]), int(match[2])
+    group = Machines(count=count, devices=devices, kind=V100_16GB, inside=_NVLINK, outside=outside)
+    return Cluster(name=name, machines=(group,), source="DAPPLE (PPoPP 2021), section 6")
+
+
+def parse_cluster(text: str, where: str) -> Cluster:
+    """Read a cluster from TOML text.
+
+    Raises:
+        FileError: names `where`, the field, the value and what was expected.
+    """
+    try:
+        return Cluster.model_validate(tomllib.loads(text))
+    except tomllib.TOMLDecodeError as error:
+        raise FileError(f"{where} is not TOML: {error}") from error
+    except ValidationError as error:
+        raise FileError(f"{where}: {describe_validation(error)}") from error
+
+
+def load_cluster(name_or_path: str) -> Cluster:
+    """Read a cluster file, or take a preset by its name.
+
+    Raises:
+        InputError: neither a readable cluster file nor a preset.
+    """
+    if name_or_path.endswith(".toml") or "/" in name_or_path:
+        return parse_cluster(read_text(name_or_path), name_or_path)
+    return preset(name_or_path)

@@ -1,0 +1,22 @@
+"""The values that people save, read and hand to the next verb."""
+
+from dapple.records.base import Record, load_record
+from dapple.records.plan import Plan, Predicted, PredictedStage, StagePlan
+from dapple.records.profile import LayerProfile, ModelProfile, TensorProfile, TiedGroup, TiedMember
+from dapple.records.timeline import Span, Timeline
+
+__all__ = [
+    "LayerProfile",
+    "ModelProfile",
+    "Plan",
+    "Predicted",
+    "PredictedStage",
+    "Record",
+    "Span",
+    "StagePlan",
+    "TensorProfile",
+    "TiedGroup",
+    "TiedMember",
+    "Timeline",
+    "load_record",
+]

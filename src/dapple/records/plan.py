@@ -1,0 +1,152 @@
+"""A plan: which layers run on which devices, in how many micro-batches, and what to expect."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from dapple.cluster import Cluster
+from dapple.records.base import Record
+
+Count = Annotated[int, Field(ge=1)]
+
+
+class StagePlan(Record):
+    """One pipeline stage.
+
+    Attributes:
+        start, stop: its layers, a half-open range.
+        devices: device numbers of its replicas; replica r takes the r-th row range.
+        warmup: K_i, the most micro-batches in flight (forward done, backward not yet).
+        recompute: False, True, or the half-open layer ranges whose activations are recomputed.
+        rows: proportional shares of the replicas; None for an even split.
+        shard: what the replicas share out among them ("none", "optimizer", ...).
+    """
+
+    start: Annotated[int, Field(ge=0)]
+    stop: Count
+    devices: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=1)
+    warmup: Count = 1
+    recompute: bool | tuple[tuple[int, int], ...] = False
+    rows: tuple[float, ...] | None = None
+    shard: str = "none"
+
+    @property
+    def replicas(self) -> int:
+        """Number of devices that share each micro-batch of this stage."""
+        return len(self.devices)
+
+
+class PredictedStage(Record):
+    """What one stage is expected to take per micro-batch (seconds) and hold at its peak."""
+
+    forward_seconds: float
+    backward_seconds: float
+    send_seconds: float = 0.0
+    allreduce_seconds: float = 0.0
+    peak_bytes: int | None = None
+
+
+class Predicted(Record):
+    """What the simulator expects of one training step.
+
+    Attributes:
+        step_seconds: from the first forward to the last optimizer update, s.
+        samples_per_second: global batch size over step_seconds.
+        bubble_fraction: share of all devices' time without compute between step start and end.
+        lower_bound_seconds: no plan for this profile and cluster can be faster; None: not computed.
+    """
+
+    step_seconds: float
+    samples_per_second: float
+    bubble_fraction: float
+    lower_bound_seconds: float | None = None
+    stages: tuple[PredictedStage, ...] = ()
+
+
+class Plan(Record):
+    """How to train a model on a cluster. See docs/formats.md.
+
+    Attributes:
+        micro_batch_size: rows of the largest micro-batch before the replica split,
+            ceil(global_batch_size / num_micro_batches).
+        num_micro_batches: M, into which the global batch is cut (sizes differ by at most one).
+        optimizer: name that the memory was computed for.
+        optimizer_state_factor: optimizer state in units of the parameters' bytes (Adam: 2).
+        network_model: "shared" or "paper", see docs/semantics.md.
+        simulate_only: names of what the runtime can't execute in this plan.
+        notes: what the planner could not know, in words (memory unchecked, linear scaling, ...).
+    """
+
+    format: Literal["dapple-plan"] = "dapple-plan"
+    version: Literal[1] = 1
+    model: str
+    global_batch_size: Count
+    micro_batch_size: Count
+    num_micro_batches: Count
+    schedule: str = "early-backward"
+    planner: str = "dapple"
+    virtual: Count = 1
+    network_model: Literal["shared", "paper"] = "shared"
+    optimizer: str = "adamw"
+    optimizer_state_factor: Annotated[float, Field(ge=0)] = 2.0
+    stages: tuple[StagePlan, ...] = Field(min_length=1)
+    predicted: Predicted | None = None
+    cluster: Cluster
+    profile_fingerprint: str | None = None
+    model_fingerprint: str | None = None
+    simulate_only: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Plan:
+        position = 0
+        seen: set[int] = set()
+        for number, stage in enumerate(self.stages):
+            if stage.start != position or stage.stop <= stage.start:
+                raise ValueError(
+                    f"stage {number} covers layers {stage.start}..{stage.stop}; stages must be "
+                    f"adjacent and not empty, so it has to start at {position}"
+                )
+            position = stage.stop
+            twice = seen.intersection(stage.devices)
+            if twice or len(set(stage.devices)) != len(stage.devices):
+                raise ValueError(f"stage {number} uses devices {sorted(stage.devices)} twice")
+            seen.update(stage.devices)
+            if stage.rows is not None and len(stage.rows) != stage.replicas:
+                raise ValueError(
+                    f"stage {number}: rows has {len(stage.rows)} shares, not {stage.replicas}"
+                )
+        outside = [device for device in seen if device >= self.cluster.num_devices]
+        if outside:
+            raise ValueError(
+                f"devices {sorted(outside)} are not in the cluster, which has {self.cluster.num_devices}"
+            )
+        size = -(-self.global_batch_size // self.num_micro_batches)
+        if self.micro_batch_size != size:
+            raise ValueError(
+                f"micro_batch_size {self.micro_batch_size} must be ceil(global_batch_size / "
+                f"num_micro_batches) = {size}"
+            )
+        return self
+
+    @property
+    def num_stages(self) -> int:
+        """Number of pipeline stages."""
+        return len(self.stages)
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices that the plan uses; the world size of its run."""
+        return sum(stage.replicas for stage in self.stages)
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers that the plan covers."""
+        return self.stages[-1].stop
+
+    def rank_of_device(self) -> dict[int, int]:
+        """Ranks are the used devices in ascending order."""
+        used = sorted(device for stage in self.stages for device in stage.devices)
+        return {device: rank for rank, device in enumerate(used)}

@@ -1,0 +1,131 @@
+"""The profile of a model on a device: what every layer costs and which tensors join them."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from dapple.records.base import Record
+
+Seconds = Annotated[float, Field(ge=0)]
+Bytes = Annotated[int, Field(ge=0)]
+
+
+class LayerProfile(Record):
+    """One layer. Lists run over the profile's `batch_sizes`.
+
+    Attributes:
+        name: where the layer stands in the model, such as "blocks.3".
+        forward_seconds: time of one forward, s.
+        backward_seconds: time of one backward, s.
+        parameter_bytes: parameters that the layer reads, tied ones included.
+        saved_bytes: activations kept from forward to backward. A tensor between layers counts at
+            its producer. None: not measured, memory is unchecked.
+        workspace_bytes: most bytes alive for a moment inside the layer beyond saved, parameters
+            and gradients. None: not measured.
+        optimizer_seconds: time of one optimizer update of the layer's parameters, s.
+    """
+
+    name: str
+    forward_seconds: tuple[Seconds, ...]
+    backward_seconds: tuple[Seconds, ...]
+    parameter_bytes: Bytes = 0
+    saved_bytes: tuple[Bytes, ...] | None = None
+    workspace_bytes: tuple[Bytes, ...] | None = None
+    optimizer_seconds: Seconds = 0.0
+
+
+class TensorProfile(Record):
+    """A tensor that one layer hands to later ones; it crosses every cut between them.
+
+    Attributes:
+        name: its name in the graph.
+        producer: number of the layer that makes it; -1 for an input of the model.
+        consumers: numbers of the layers that read it, ascending.
+        bytes_per_sample: bytes for each row of the batch.
+        fixed_bytes: bytes that do not grow with the batch.
+        needs_grad: a gradient of the same size travels back.
+    """
+
+    name: str
+    producer: Annotated[int, Field(ge=-1)]
+    consumers: tuple[Annotated[int, Field(ge=0)], ...]
+    bytes_per_sample: Annotated[float, Field(ge=0)] = 0.0
+    fixed_bytes: Annotated[float, Field(ge=0)] = 0.0
+    needs_grad: bool = True
+
+
+class TiedMember(Record):
+    """One holder of a tied parameter: layer number and the parameter's name there."""
+
+    layer: Annotated[int, Field(ge=0)]
+    parameter: str
+
+
+class TiedGroup(Record):
+    """Layers that read one and the same parameter.
+
+    Attributes:
+        parameter_bytes: size of the shared parameter; each member's layer counts it as well.
+        members: the layers that read it.
+    """
+
+    parameter_bytes: Bytes
+    members: tuple[TiedMember, ...] = Field(min_length=2)
+
+
+class ModelProfile(Record):
+    """Everything the planner knows of a model. See docs/formats.md.
+
+    Attributes:
+        batch_sizes: rows per measurement, ascending; times in between are interpolated.
+        source: how it came about: "measured", "analytic", "text" or a hand's note.
+        concurrency: processes that were busy on the machine while it was measured.
+        model_fingerprint: identifies the captured model; a plan for another model is refused.
+    """
+
+    format: Literal["dapple-profile"] = "dapple-profile"
+    version: Literal[1] = 1
+    model: str
+    device: str
+    dtype: str = "float32"
+    source: str = "measured"
+    batch_sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field(min_length=1)
+    layers: tuple[LayerProfile, ...] = Field(min_length=1)
+    tensors: tuple[TensorProfile, ...] = ()
+    tied: tuple[TiedGroup, ...] = ()
+    concurrency: Annotated[int, Field(ge=1)] = 1
+    model_fingerprint: str | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ModelProfile:
+        count, sizes = len(self.layers), self.batch_sizes
+        if any(b <= a for a, b in itertools.pairwise(sizes)):
+            raise ValueError(f"batch_sizes {list(sizes)} must ascend")
+        for number, layer in enumerate(self.layers):
+            for field in ("forward_seconds", "backward_seconds", "saved_bytes", "workspace_bytes"):
+                values = getattr(layer, field)
+                if values is not None and len(values) != len(sizes):
+                    raise ValueError(
+                        f"layer {number} ({layer.name}): {field} has {len(values)} values "
+                        f"for {len(sizes)} batch sizes"
+                    )
+        for tensor in self.tensors:
+            if any(not tensor.producer < consumer < count for consumer in tensor.consumers):
+                raise ValueError(
+                    f"tensor {tensor.name}: consumers {list(tensor.consumers)} must be layers "
+                    f"after its producer {tensor.producer} and below {count}"
+                )
+        for group in self.tied:
+            if any(member.layer >= count for member in group.members):
+                raise ValueError(
+                    f"tied group {group.members[0].parameter} names a layer >= {count}"
+                )
+        return self
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+        return len(self.layers)
