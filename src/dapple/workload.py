@@ -1,0 +1,38 @@
+"""A workload: a model together with what is needed to train it, and nothing about how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a "module:function" or a zoo name stands for.
+
+    B is a batch size: rows of the first dimension of every input and target. The rows must be
+    independent of each other (batch statistics aside), because pieces of a batch run apart.
+
+    Attributes:
+        name: how reports and plans call the model.
+        model: any module, unmodified; its positional inputs are those of `inputs`.
+        inputs: B -> example inputs, each of B rows, the same for the same B. Used to capture and
+            to profile, so shapes and dtypes must be those of training; values need not be.
+        targets: B -> example targets of B rows, as `loss` takes them. None: there are none, or
+            they are among the inputs.
+        loss: (output, targets) -> mean loss, a scalar with gradient. It must be a mean over the
+            units that `weight` counts. None: the model itself returns that mean.
+        weight: (inputs, targets) -> how many units the loss of this piece averages, such as
+            unmasked tokens; a number >= 0. The objective over all pieces of a global batch is
+            sum_i weight_i loss_i / sum_i weight_i, and a piece of weight 0 is skipped. None: rows.
+    """
+
+    name: str
+    model: nn.Module
+    inputs: Callable[[int], tuple[Tensor, ...]]
+    targets: Callable[[int], Tensor | tuple[Tensor, ...]] | None = None
+    loss: Callable[[Any, Any], Tensor] | None = None
+    weight: Callable[[Any, Any], float] | None = None
