@@ -87,7 +87,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, C] -> [B, T, C]."""
         x = x + self.attention(self.attention_norm(x))
-        return x + self.feed_forward(self.feed_forward_norm(x))
+        y: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
+        return y
 
 
 class Attention(nn.Module):
