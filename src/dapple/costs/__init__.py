@@ -1,1 +1,37 @@
-"""To be filled."""
+"""Costs of a plan: seconds and bytes of every replica, message and AllReduce.
+
+    model = CostModel(profile, cluster, "shared")        keep it: answers are cached
+    costs = pipeline_costs(model, stages, global_batch_size, num_micro_batches)
+    memory = stage_memory(model, stages, 0, micro_batch_rows, in_flight)
+
+`model.stage_seconds(start, stop, rows)`, `model.crossing(range, range)`, `model.parameter_bytes`,
+`model.network.route(device, device)` and `model.network.ring(devices)` are what latency formulas
+need.
+"""
+
+from dapple.costs.interpolation import bytes_at, seconds_at
+from dapple.costs.memory import StageMemory, stage_memory
+from dapple.costs.model import CostModel, Crossing, recomputed_ranges
+from dapple.costs.network import NO_CARD, Network, Ring, Route
+from dapple.costs.pipeline import Channel, GradientSum, PipelineCosts, pipeline_costs
+from dapple.costs.rows import overlaps, split_rows
+
+__all__ = [
+    "NO_CARD",
+    "Channel",
+    "CostModel",
+    "Crossing",
+    "GradientSum",
+    "Network",
+    "PipelineCosts",
+    "Ring",
+    "Route",
+    "StageMemory",
+    "bytes_at",
+    "overlaps",
+    "pipeline_costs",
+    "recomputed_ranges",
+    "seconds_at",
+    "split_rows",
+    "stage_memory",
+]

@@ -1,0 +1,141 @@
+"""Bytes on a device: docs/semantics.md, section "Memory of a device"."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dapple.costs.model import CostModel, recomputed_ranges
+from dapple.costs.rows import overlaps, split_rows
+from dapple.records import StagePlan
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """Bytes of one replica of a stage, by what they are for.
+
+    Attributes:
+        parameters, gradients, optimizer: once per stage, a tied parameter once.
+        activations: K_i saved micro-batches; with recompute what is kept of each, and one
+            recomputed range in full.
+        received_inputs: K_i + 1 buffers (rule 4).
+        received_gradients: 2 buffers (rule 5).
+        workspace: the largest of the stage's layers.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    received_inputs: int
+    received_gradients: int
+    workspace: int
+
+    @property
+    def total(self) -> int:
+        """All parts together."""
+        return self.parameters + self.gradients + self.optimizer + self.dynamic
+
+    @property
+    def dynamic(self) -> int:
+        """The parts that grow with the rows of a micro-batch."""
+        received = self.received_inputs + self.received_gradients
+        return self.activations + received + self.workspace
+
+
+def stage_memory(
+    model: CostModel,
+    stages: Sequence[StagePlan],
+    number: int,
+    micro_batch_rows: int,
+    in_flight: int,
+    *,
+    optimizer_state_factor: float = 2.0,
+    replica: int | None = None,
+) -> StageMemory | None:
+    """Bytes that a replica of stage `number` holds at its peak.
+
+    Args:
+        model: costs of layers.
+        stages: all stages of the plan: what is received depends on the neighbours.
+        micro_batch_rows: rows of the largest micro-batch, before the replica split.
+        in_flight: K_i, at most M.
+        optimizer_state_factor: optimizer state in units of the parameters' bytes.
+        replica: which replica; None: the one with most rows.
+
+    Returns:
+        The parts, or None when the profile has no saved bytes for a layer of the stage.
+    """
+    stage = stages[number]
+    split = split_rows(micro_batch_rows, stage.replicas, stage.rows)
+    if replica is None:
+        replica = split.index(max(split))
+    kept = _activation_bytes(model, stage, split[replica], in_flight)
+    if kept is None:
+        return None
+    inputs, gradients = _received_bytes(model, stages, number, split, replica)
+    parameters = model.parameter_bytes(stage.start, stage.stop)
+    state = parameters * optimizer_state_factor
+    if stage.shard == "optimizer":
+        state /= stage.replicas
+    return StageMemory(
+        parameters=parameters,
+        gradients=parameters,
+        optimizer=math.ceil(state),
+        activations=math.ceil(kept),
+        received_inputs=math.ceil((in_flight + 1) * inputs),
+        received_gradients=math.ceil(2 * gradients),
+        workspace=math.ceil(model.workspace_bytes(stage.start, stage.stop, split[replica])),
+    )
+
+
+def _activation_bytes(
+    model: CostModel, stage: StagePlan, rows: int, in_flight: int
+) -> float | None:
+    saved: list[float] = []
+    for layer in range(stage.start, stage.stop):
+        value = model.saved_bytes(layer, rows)
+        if value is None:
+            return None
+        saved.append(value)
+    if not stage.recompute:
+        return in_flight * sum(saved)
+    largest = 0.0
+    for start, stop in recomputed_ranges(stage):
+        part = slice(start - stage.start, stop - stage.start)
+        largest = max(largest, sum(saved[part]))
+        saved[part] = [0.0] * (stop - start)
+    return in_flight * (sum(saved) + _bytes_between_ranges(model, stage, rows)) + largest
+
+
+def _bytes_between_ranges(model: CostModel, stage: StagePlan, rows: int) -> float:
+    # A tensor counts at its producer. If that is recomputed but a consumer outside its range
+    # needs the tensor, it is kept all the same.
+    total = 0.0
+    for start, stop in recomputed_ranges(stage):
+        for tensor in model.profile.tensors:
+            outside = any(stop <= layer < stage.stop for layer in tensor.consumers)
+            if start <= tensor.producer < stop and outside:
+                total += tensor.bytes_per_sample * rows + tensor.fixed_bytes
+    return total
+
+
+def _received_bytes(
+    model: CostModel, stages: Sequence[StagePlan], number: int, split: tuple[int, ...], replica: int
+) -> tuple[float, float]:
+    here = (stages[number].start, stages[number].stop)
+    inputs = gradients = 0.0
+    for other, stage in enumerate(stages):
+        if other == number:
+            continue
+        there = (stage.start, stage.stop)
+        crossing = model.crossing(there, here) if other < number else model.crossing(here, there)
+        if crossing is None:
+            continue
+        for _, mine, rows in overlaps(split_rows(sum(split), stage.replicas, stage.rows), split):
+            if mine == replica and other < number:
+                inputs += crossing.forward_bytes(rows)
+            elif mine == replica:
+                gradients += crossing.backward_bytes(rows)
+    return inputs, gradients

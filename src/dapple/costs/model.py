@@ -1,0 +1,157 @@
+"""What a range of layers costs, and what crosses between two ranges."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from dapple.cluster import Cluster
+from dapple.costs.interpolation import bytes_at, seconds_at
+from dapple.costs.network import Network
+from dapple.records import ModelProfile, StagePlan
+
+Range = tuple[int, int]
+
+
+class Crossing(NamedTuple):
+    """The tensors that one stage hands to a later one, as one message.
+
+    Attributes:
+        bytes_per_row, fixed_bytes: the message forward holds rows x bytes_per_row + fixed_bytes;
+            a receiver whose rows come from two senders gets the fixed bytes from both.
+        gradient_bytes_per_row, gradient_fixed_bytes: the same for the gradients sent back.
+        needs_grad: False if no tensor among them has a gradient; then nothing is sent back.
+    """
+
+    bytes_per_row: float = 0.0
+    fixed_bytes: float = 0.0
+    gradient_bytes_per_row: float = 0.0
+    gradient_fixed_bytes: float = 0.0
+    needs_grad: bool = False
+
+    def forward_bytes(self, rows: int) -> float:
+        """Bytes of the message that carries `rows` rows."""
+        return self.bytes_per_row * rows + self.fixed_bytes
+
+    def backward_bytes(self, rows: int) -> float:
+        """Bytes of the gradients of `rows` rows."""
+        return self.gradient_bytes_per_row * rows + self.gradient_fixed_bytes
+
+
+class CostModel:
+    """Costs of a profile's layers on a cluster; answers are cached, so keep one and reuse it.
+
+    Args:
+        profile: the model's profile.
+        cluster: the devices and links.
+        network_model: "shared" or "paper"; None: the cluster's own.
+
+    Raises:
+        InputError: the network model is unknown.
+    """
+
+    def __init__(
+        self, profile: ModelProfile, cluster: Cluster, network_model: str | None = None
+    ) -> None:
+        self.profile = profile
+        self.cluster = cluster
+        self.network = Network(cluster, network_model or cluster.network_model)
+        self.speeds = tuple(kind.speed for kind in cluster.kind_of_device())
+        self._layer_seconds: dict[float, tuple[list[float], list[float]]] = {}
+        self._stage_seconds: dict[tuple[int, int, float], tuple[float, float]] = {}
+        self._crossings: dict[tuple[Range, Range], Crossing | None] = {}
+        self._parameters: dict[Range, int] = {}
+        self._optimizer: dict[Range, float] = {}
+
+    def stage_seconds(self, start: int, stop: int, rows: float) -> tuple[float, float]:
+        """Forward and backward seconds of layers start..stop for `rows` rows at speed 1."""
+        key = (start, stop, rows)
+        found = self._stage_seconds.get(key)
+        if found is None:
+            forward, backward = self.layer_seconds(rows)
+            found = sum(forward[start:stop]), sum(backward[start:stop])
+            self._stage_seconds[key] = found
+        return found
+
+    def layer_seconds(self, rows: float) -> tuple[list[float], list[float]]:
+        """Forward and backward seconds of every layer for `rows` rows at speed 1."""
+        found = self._layer_seconds.get(rows)
+        if found is None:
+            sizes, layers = self.profile.batch_sizes, self.profile.layers
+            found = (
+                [seconds_at(sizes, layer.forward_seconds, rows) for layer in layers],
+                [seconds_at(sizes, layer.backward_seconds, rows) for layer in layers],
+            )
+            self._layer_seconds[rows] = found
+        return found
+
+    def recompute_seconds(self, stage: StagePlan, rows: float) -> float:
+        """Seconds at speed 1 that a stage's backward spends on running forwards again."""
+        return sum(self.stage_seconds(a, b, rows)[0] for a, b in recomputed_ranges(stage))
+
+    def optimizer_seconds(self, start: int, stop: int) -> float:
+        """Seconds of one update of the layers' parameters at speed 1."""
+        found = self._optimizer.get((start, stop))
+        if found is None:
+            found = sum(layer.optimizer_seconds for layer in self.profile.layers[start:stop])
+            self._optimizer[start, stop] = found
+        return found
+
+    def parameter_bytes(self, start: int, stop: int) -> int:
+        """Bytes of the layers' parameters, each tied parameter once."""
+        found = self._parameters.get((start, stop))
+        if found is None:
+            found = sum(layer.parameter_bytes for layer in self.profile.layers[start:stop])
+            for group in self.profile.tied:
+                holders = {m.layer for m in group.members if start <= m.layer < stop}
+                found -= max(0, len(holders) - 1) * group.parameter_bytes
+            self._parameters[start, stop] = found = max(0, found)
+        return found
+
+    def saved_bytes(self, layer: int, rows: float) -> float | None:
+        """Activations that a layer keeps for its backward; None: not measured."""
+        values = self.profile.layers[layer].saved_bytes
+        return None if values is None else bytes_at(self.profile.batch_sizes, values, rows)
+
+    def workspace_bytes(self, start: int, stop: int, rows: float) -> float:
+        """The largest workspace among the layers; a layer without the figure counts as none."""
+        layers, sizes = self.profile.layers[start:stop], self.profile.batch_sizes
+        measured = (layer.workspace_bytes for layer in layers)
+        return max((bytes_at(sizes, v, rows) for v in measured if v is not None), default=0.0)
+
+    def crossing(self, producer: Range, consumer: Range) -> Crossing | None:
+        """What layers of the range `producer` hand to layers of the range `consumer`.
+
+        None if nothing crosses. Inputs of the model cost nothing: every rank slices its own
+        batch. A profile that lists no tensors at all is a chain whose transfers are free.
+        """
+        key = (producer, consumer)
+        if key not in self._crossings:
+            self._crossings[key] = self._find_crossing(producer, consumer)
+        return self._crossings[key]
+
+    def _find_crossing(self, producer: Range, consumer: Range) -> Crossing | None:
+        if not self.profile.tensors:
+            return Crossing(needs_grad=True) if producer[1] == consumer[0] else None
+        crossing = [
+            tensor
+            for tensor in self.profile.tensors
+            if producer[0] <= tensor.producer < producer[1]
+            and any(consumer[0] <= layer < consumer[1] for layer in tensor.consumers)
+        ]
+        if not crossing:
+            return None
+        trained = [tensor for tensor in crossing if tensor.needs_grad]
+        return Crossing(
+            sum(tensor.bytes_per_sample for tensor in crossing),
+            sum(tensor.fixed_bytes for tensor in crossing),
+            sum(tensor.bytes_per_sample for tensor in trained),
+            sum(tensor.fixed_bytes for tensor in trained),
+            bool(trained),
+        )
+
+
+def recomputed_ranges(stage: StagePlan) -> tuple[Range, ...]:
+    """The half-open layer ranges whose activations the stage computes twice."""
+    if stage.recompute is True:
+        return ((stage.start, stage.stop),)
+    return stage.recompute or ()

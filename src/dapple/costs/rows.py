@@ -1,0 +1,47 @@
+"""Who works on which rows: docs/semantics.md, section "Rows"."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+
+def split_rows(rows: int, parts: int, shares: Sequence[float] | None = None) -> tuple[int, ...]:
+    """Cut rows into contiguous parts, like `torch.tensor_split`: the first get one row more.
+
+    With shares, part k ends at the row nearest to its cumulative share.
+
+    >>> split_rows(7, 3), split_rows(2, 3), split_rows(8, 2, (3.0, 1.0))
+    ((3, 2, 2), (1, 1, 0), (6, 2))
+    """
+    if shares is None:
+        base, extra = divmod(rows, parts)
+        return (base + 1,) * extra + (base,) * (parts - extra)
+    total = sum(shares)
+    ends = [int(rows * part / total + 0.5) for part in itertools.accumulate(shares)]
+    ends[-1] = rows
+    return tuple(end - start for start, end in itertools.pairwise([0, *ends]))
+
+
+def overlaps(senders: Sequence[int], receivers: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
+    """Who sends how many rows to whom: (sender replica, receiver replica, rows).
+
+    Both sides hold contiguous ranges of the same rows, so at most r1 + r2 - 1 pairs overlap.
+
+    >>> overlaps((2, 2, 2), (3, 3))
+    ((0, 0, 2), (1, 0, 1), (1, 1, 1), (2, 1, 2))
+    """
+    pairs: list[tuple[int, int, int]] = []
+    sender_ends = list(itertools.accumulate(senders))
+    receiver_ends = list(itertools.accumulate(receivers))
+    sender = receiver = start = 0
+    while sender < len(senders) and receiver < len(receivers):
+        end = min(sender_ends[sender], receiver_ends[receiver])
+        if end > start:
+            pairs.append((sender, receiver, end - start))
+        start = max(start, end)
+        if sender_ends[sender] <= end:
+            sender += 1
+        else:
+            receiver += 1
+    return tuple(pairs)

@@ -1,0 +1,74 @@
+"""From an engine's times to the spans of a timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from dapple.costs import PipelineCosts
+from dapple.records import Span
+from dapple.records.timeline import SpanKind
+from dapple.simulator.trace import Trace
+
+_Row = tuple[int, SpanKind, int | None, float, float]
+"""Unit, kind, micro-batch, start, end."""
+
+
+def make_spans(costs: PipelineCosts, trace: Trace, ranks: Sequence[int]) -> tuple[Span, ...]:
+    """All spans, by rank and start.
+
+    A message is a send on its sender and a receive on its receiver over the same seconds: what
+    overlaps with computing is seen there. A replica without rows has no computations to show.
+
+    Args:
+        costs: whose stages and replicas.
+        trace: the engine's times, with transfers recorded.
+        ranks: rank of each unit.
+    """
+    rows = [*_computations(costs, trace), *_messages(trace), *_updates(costs, trace)]
+    # Unchecked construction: a large step has a million spans, and their values are our own.
+    spans = [
+        Span.model_construct(
+            rank=ranks[unit],
+            stage=costs.stage_of[unit],
+            replica=costs.replica_of[unit],
+            kind=kind,
+            micro_batch=micro_batch,
+            start=start,
+            end=end,
+        )
+        for unit, kind, micro_batch, start, end in rows
+    ]
+    return tuple(sorted(spans, key=lambda span: (span.rank, span.start, span.end)))
+
+
+def _computations(costs: PipelineCosts, trace: Trace) -> Iterator[_Row]:
+    for unit in range(costs.num_units):
+        for micro_batch, end in enumerate(trace.forward_end[unit]):
+            size = costs.size_of(micro_batch)
+            if costs.rows[unit][size]:
+                start = max(0.0, end - costs.forward[unit][size])
+                yield unit, "forward", micro_batch, start, end
+        for micro_batch, end in enumerate(trace.backward_end[unit]):
+            size = costs.size_of(micro_batch)
+            if costs.rows[unit][size]:
+                start = end - costs.backward[unit][size]
+                middle = start + costs.recompute[unit][size]
+                if middle > start:
+                    yield unit, "recompute", micro_batch, start, middle
+                yield unit, "backward", micro_batch, middle, end
+
+
+def _messages(trace: Trace) -> Iterator[_Row]:
+    for source, target, micro_batch, start, end in trace.transfers:
+        yield source, "send", micro_batch, start, end
+        yield target, "receive", micro_batch, start, end
+
+
+def _updates(costs: PipelineCosts, trace: Trace) -> Iterator[_Row]:
+    for part, (start, end) in zip(costs.sums, trace.sums, strict=True):
+        for stage in part.stages:
+            for unit in costs.units_of[stage]:
+                yield unit, "allreduce", None, start, end
+    for unit, end in enumerate(trace.ends):
+        if costs.optimizer[unit] > 0:
+            yield unit, "optimizer", None, end - costs.optimizer[unit], end

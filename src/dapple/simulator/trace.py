@@ -1,0 +1,65 @@
+"""What an engine found out: the times of every computation, transfer and AllReduce."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from dapple.costs import PipelineCosts
+from dapple.errors import ScheduleError
+
+Order = tuple[int, ...]
+"""Computations of a stage in order: m is the forward of micro-batch m, ~m its backward."""
+
+
+class Transfer(NamedTuple):
+    """One message: from unit to unit, seconds from the step's start."""
+
+    source: int
+    target: int
+    micro_batch: int
+    start: float
+    end: float
+
+
+@dataclass(slots=True)
+class Trace:
+    """Times in seconds from the step's start.
+
+    Attributes:
+        forward_end, backward_end: per unit and micro-batch; a computation starts at its end
+            less its seconds.
+        transfers: all messages; empty unless they were asked for.
+        sums: start and end of each AllReduce of the costs.
+        ends: per unit, the end of its optimizer update.
+    """
+
+    forward_end: list[list[float]]
+    backward_end: list[list[float]]
+    transfers: list[Transfer] = field(default_factory=list)
+    sums: list[tuple[float, float]] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
+
+    @property
+    def step_seconds(self) -> float:
+        """When the last unit has updated its parameters."""
+        return max(self.ends)
+
+    def finish(self, costs: PipelineCosts) -> None:
+        """Fill in the optimizer updates from the last backwards and the AllReduces (rule 8)."""
+        ready = [backward[-1] for backward in self.backward_end]
+        for part, (_, end) in zip(costs.sums, self.sums, strict=True):
+            for stage in part.stages:
+                for unit in costs.units_of[stage]:
+                    ready[unit] = max(ready[unit], end)
+        self.ends = [time + costs.optimizer[unit] for unit, time in enumerate(ready)]
+
+
+def deadlock(costs: PipelineCosts, unit: int, action: int) -> ScheduleError:
+    """The error for a unit that can never run its next action."""
+    stage = costs.stage_of[unit]
+    name = f"{stage}F{action}" if action >= 0 else f"{stage}B{~action}"
+    return ScheduleError(
+        f"deadlock: stage {stage} waits at {name} for ever; warm-up must not increase along the "
+        "pipeline"
+    )
