@@ -1,1 +1,10 @@
-"""To be filled."""
+"""The planner: which layers on which devices, in how many micro-batches.
+
+plan = make_plan(profile, cluster, global_batch_size)
+result = search(profile, cluster, global_batch_size)     also the losers and the refused
+"""
+
+from dapple.planner.refusal import Refusal
+from dapple.planner.search import PLANNERS, Candidate, SearchResult, make_plan, search
+
+__all__ = ["PLANNERS", "Candidate", "Refusal", "SearchResult", "make_plan", "search"]

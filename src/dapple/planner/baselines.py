@@ -1,0 +1,73 @@
+"""Plans that people make by hand: pure data parallelism, straight and even pipelines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from dapple.planner.problem import Layout, Problem
+
+Baseline = Callable[[Problem, int], Iterator[Layout]]
+
+
+def data_parallel(problem: Problem, micro_batches: int) -> Iterator[Layout]:
+    """One stage, replicated on every device."""
+    devices = tuple(range(problem.num_devices))
+    yield Layout((0, problem.num_layers), (devices,), micro_batches)
+
+
+def straight(problem: Problem, micro_batches: int) -> Iterator[Layout]:
+    """One device per stage, as many stages as possible, cut so that the slowest is fastest."""
+    stages = min(problem.num_layers, problem.num_devices)
+    forward, backward = problem.tables(micro_batches).layer_seconds(
+        problem.tables(micro_batches).first_rows
+    )
+    bounds = balanced_bounds(np.diff(forward + backward).tolist(), stages)
+    yield Layout(bounds, _one_each(stages), micro_batches)
+
+
+def even(problem: Problem, micro_batches: int) -> Iterator[Layout]:
+    """One device per stage and equally many layers in each."""
+    stages = min(problem.num_layers, problem.num_devices)
+    bounds = tuple(problem.num_layers * s // stages for s in range(stages + 1))
+    yield Layout(bounds, _one_each(stages), micro_batches)
+
+
+BASELINES: dict[str, Baseline] = {"dp": data_parallel, "straight": straight, "even": even}
+
+
+def balanced_bounds(costs: list[float], parts: int) -> tuple[int, ...]:
+    """Cut costs into contiguous parts, none empty, so that the largest sum is smallest.
+
+    Args:
+        costs: cost of each layer, >= 0.
+        parts: 1 <= parts <= len(costs).
+
+    Returns:
+        parts + 1 layer numbers from 0 to len(costs).
+
+    >>> balanced_bounds([1.0, 1.0, 1.0, 3.0], 2)
+    (0, 3, 4)
+    """
+    count = len(costs)
+    prefix = np.concatenate([[0.0], np.cumsum(costs)])
+    best = np.concatenate([[0.0], np.full(count, np.inf)])
+    choices: list[list[int]] = []
+    for part in range(1, parts + 1):
+        after = np.full(count + 1, np.inf)
+        choice = [0] * (count + 1)
+        for stop in range(part, count - (parts - part) + 1):
+            worst = np.maximum(best[part - 1 : stop], prefix[stop] - prefix[part - 1 : stop])
+            start = int(np.argmin(worst))
+            choice[stop], after[stop] = start + part - 1, worst[start]
+        choices.append(choice)
+        best = after
+    bounds = [count]
+    for choice in reversed(choices):
+        bounds.append(choice[bounds[-1]])
+    return tuple(reversed(bounds))
+
+
+def _one_each(stages: int) -> tuple[tuple[int, ...], ...]:
+    return tuple((device,) for device in range(stages))

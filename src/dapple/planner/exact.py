@@ -1,0 +1,96 @@
+"""Exhaustive search: every layout in reach, in the order of its lower bound.
+
+The simulator decides, and a layout is simulated only while its bound says that it could still
+win, so the search looks at few of them and loses none.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dapple.planner.bounds import layout_bounds
+from dapple.planner.placement import placements
+from dapple.planner.problem import Layout, Problem
+from dapple.planner.tables import Devices, Floats, Ints
+
+
+@dataclass(frozen=True)
+class Family:
+    """Layouts that differ in their cuts only.
+
+    Attributes:
+        devices: devices of each stage.
+        micro_batches: M.
+        bounds: shape (P, S + 1), the layer numbers of the cuts.
+        least: shape (P,), the step's lower bound, seconds.
+    """
+
+    devices: tuple[Devices, ...]
+    micro_batches: int
+    bounds: Ints
+    least: Floats
+
+    def layout(self, row: int) -> Layout:
+        """The layout in a row."""
+        return Layout(tuple(map(int, self.bounds[row])), self.devices, self.micro_batches)
+
+
+def families(problem: Problem, limit: int) -> tuple[list[Family], bool]:
+    """All layouts, from few stages to many, until there would be more than `limit`.
+
+    Returns:
+        The families, and whether they are all there are.
+    """
+    found: list[Family] = []
+    total = 0
+    most = min(problem.num_layers, problem.num_devices)
+    for stages in range(1, most + 1):
+        cuts = math.comb(problem.num_layers - 1, stages - 1)
+        per_devices = cuts * len(problem.micro_batch_counts)
+        room = (limit - total) // per_devices
+        devices = list(itertools.islice(device_sequences(problem.machine_sizes, stages), room + 1))
+        if len(devices) > room:
+            return found, False
+        total += per_devices * len(devices)
+        bounds = all_bounds(problem.num_layers, stages)
+        for count, sets in itertools.product(problem.micro_batch_counts, devices):
+            least = layout_bounds(problem.tables(count), bounds, sets)
+            found.append(Family(sets, count, bounds, least))
+    return found, True
+
+
+def all_bounds(layers: int, stages: int) -> Ints:
+    """Every way to cut the layers into non-empty stages, shape (P, stages + 1), in order."""
+    cuts = np.array(list(itertools.combinations(range(1, layers), stages - 1)), dtype=np.int64)
+    cuts = cuts.reshape(math.comb(layers - 1, stages - 1), stages - 1)
+    return np.pad(cuts, ((0, 0), (1, 1)), constant_values=((0, 0), (0, layers)))
+
+
+def device_sequences(
+    machine_sizes: Sequence[int], stages: int, taken: tuple[Devices, ...] = ()
+) -> Iterator[tuple[Devices, ...]]:
+    """Device sets for each stage in turn, by every placement policy, without repetition."""
+    if stages == 0:
+        yield taken
+        return
+    used = [device for devices in taken for device in devices]
+    free = sum(machine_sizes) - len(used)
+    for count in range(1, free - (stages - 1) + 1):
+        for devices in placements(machine_sizes, used, count):
+            yield from device_sequences(machine_sizes, stages - 1, (*taken, devices))
+
+
+def in_order(found: Sequence[Family]) -> Iterator[tuple[float, Layout]]:
+    """All layouts with their lower bound, ascending; of equal ones, fewer stages first."""
+    if not found:
+        return
+    least = np.concatenate([family.least for family in found])
+    first = np.cumsum([0] + [len(family.least) for family in found])
+    for position in np.argsort(least, kind="stable"):
+        family = int(np.searchsorted(first, position, side="right")) - 1
+        yield float(least[position]), found[family].layout(int(position - first[family]))

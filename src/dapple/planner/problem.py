@@ -1,0 +1,273 @@
+"""What is to be planned, and the two judges of a layout: memory and the simulator."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from dapple.cluster import Cluster
+from dapple.costs import CostModel, StageMemory, split_rows, stage_memory
+from dapple.errors import InputError
+from dapple.planner.refusal import Refusal
+from dapple.planner.tables import CostTables
+from dapple.records import ModelProfile, Plan, StagePlan
+from dapple.schedule import SCHEDULES, warmup_counts
+from dapple.simulator import step_seconds
+
+OPTIMIZER_STATE = {"adamw": 2.0, "adam": 2.0, "sgd": 0.0, "momentum": 1.0, "adagrad": 1.0}
+"""Bytes of optimizer state per byte of parameters, by the optimizer's name."""
+
+
+@dataclass(frozen=True, order=True)
+class Layout:
+    """A plan before memory and warm-up: cuts, devices and the number of micro-batches.
+
+    Attributes:
+        bounds: S + 1 layer numbers from 0 to N; stage s holds layers bounds[s]..bounds[s + 1].
+        devices: per stage its devices.
+        micro_batches: M.
+    """
+
+    bounds: tuple[int, ...]
+    devices: tuple[tuple[int, ...], ...]
+    micro_batches: int
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return len(self.devices)
+
+    def stages(self, warmup: Sequence[int] | None = None) -> tuple[StagePlan, ...]:
+        """The stages, with warm-up counts if given."""
+        counts = warmup or [1] * self.num_stages
+        return tuple(
+            StagePlan(start=a, stop=b, devices=devices, warmup=k)
+            for (a, b), devices, k in zip(
+                itertools.pairwise(self.bounds), self.devices, counts, strict=True
+            )
+        )
+
+
+class Problem:
+    """A profile, a cluster and a global batch, with everything that is cached about them.
+
+    Args:
+        profile: the model's costs.
+        cluster: the devices.
+        global_batch_size: rows of a step.
+        micro_batch_size: rows of a micro-batch; None: the planner chooses.
+        optimizer: one of `OPTIMIZER_STATE`.
+        schedule: one of `dapple.schedule.SCHEDULES`.
+        network_model: "shared" or "paper"; None: the cluster's.
+
+    Raises:
+        InputError: a batch size below 1, or an unknown optimizer, schedule or network model.
+    """
+
+    def __init__(
+        self,
+        profile: ModelProfile,
+        cluster: Cluster,
+        global_batch_size: int,
+        *,
+        micro_batch_size: int | None = None,
+        optimizer: str = "adamw",
+        schedule: str = "early-backward",
+        network_model: str | None = None,
+    ) -> None:
+        _check_batch(global_batch_size, micro_batch_size)
+        _check_known("optimizer", optimizer, OPTIMIZER_STATE)
+        _check_known("schedule", schedule, SCHEDULES)
+        self.profile = profile
+        self.cluster = cluster
+        self.global_batch_size = global_batch_size
+        self.micro_batch_size = micro_batch_size
+        self.optimizer = optimizer
+        self.schedule = schedule
+        self.model = CostModel(profile, cluster, network_model)
+        self.machine_sizes = cluster.machine_sizes()
+        self._kinds = cluster.kind_of_device()
+        self._tables: dict[int, CostTables] = {}
+
+    @property
+    def num_layers(self) -> int:
+        """N."""
+        return self.profile.num_layers
+
+    @property
+    def num_devices(self) -> int:
+        """G."""
+        return self.cluster.num_devices
+
+    @cached_property
+    def micro_batch_counts(self) -> tuple[int, ...]:
+        """The values of M that are looked at, ascending."""
+        if self.micro_batch_size is not None:
+            return (math.ceil(self.global_batch_size / self.micro_batch_size),)
+        return _geometric_counts(self.global_batch_size)
+
+    @property
+    def memory_is_known(self) -> bool:
+        """Whether the profile says what every layer keeps for its backward."""
+        return all(layer.saved_bytes is not None for layer in self.profile.layers)
+
+    def tables(self, micro_batches: int) -> CostTables:
+        """Stage and transfer times for M micro-batches."""
+        found = self._tables.get(micro_batches)
+        if found is None:
+            found = CostTables(
+                self.profile, self.model.network, self.global_batch_size, micro_batches
+            )
+            self._tables[micro_batches] = found
+        return found
+
+    def fit(self, layout: Layout, name: str) -> tuple[StagePlan, ...] | Refusal:
+        """Warm-up counts under memory: min(S - i, D, M), never increasing; GPipe needs M.
+
+        D comes from the replica with most rows. Without saved bytes memory is unchecked.
+        """
+        stages = layout.stages()
+        total = layout.micro_batches
+        if self.schedule == "gpipe":
+            wanted: Sequence[int] = [total] * len(stages)
+        else:
+            wanted = warmup_counts(len(stages), total)
+        counts: list[int] = []
+        for number, want in enumerate(wanted):
+            want = min(want, counts[-1] if counts else want)
+            allowed = self._allowed_in_flight(stages, number, total, want)
+            if allowed < (want if self.schedule == "gpipe" else 1):
+                return self._refusal(layout, name, stages, number, want)
+            counts.append(min(want, allowed))
+        return layout.stages(counts)
+
+    def plan(self, layout: Layout, stages: tuple[StagePlan, ...], planner: str) -> Plan:
+        """The plan of a layout whose stages fit; not yet predicted."""
+        return Plan(
+            model=self.profile.model,
+            global_batch_size=self.global_batch_size,
+            micro_batch_size=math.ceil(self.global_batch_size / layout.micro_batches),
+            num_micro_batches=layout.micro_batches,
+            schedule=self.schedule,
+            planner=planner,
+            network_model="paper" if self.model.network.model == "paper" else "shared",
+            optimizer=self.optimizer,
+            optimizer_state_factor=OPTIMIZER_STATE[self.optimizer],
+            stages=stages,
+            cluster=self.cluster,
+            profile_fingerprint=self._profile_fingerprint,
+            model_fingerprint=self.profile.model_fingerprint,
+        )
+
+    def step_seconds(self, stages: Sequence[StagePlan], micro_batches: int) -> float:
+        """The simulated step, seconds."""
+        return step_seconds(
+            self.model, stages, self.global_batch_size, micro_batches, self.schedule
+        )
+
+    @cached_property
+    def _profile_fingerprint(self) -> str:
+        return self.profile.fingerprint()
+
+    def _rows(self, micro_batches: int) -> int:
+        return math.ceil(self.global_batch_size / micro_batches)
+
+    def _memory(
+        self, stages: Sequence[StagePlan], number: int, rows: int, in_flight: int, replica: int
+    ) -> StageMemory | None:
+        return stage_memory(
+            self.model,
+            stages,
+            number,
+            rows,
+            in_flight,
+            optimizer_state_factor=OPTIMIZER_STATE[self.optimizer],
+            replica=replica,
+        )
+
+    def _tightest(self, stage: StagePlan, rows: int) -> list[tuple[int, int]]:
+        """Per memory size in the stage: (bytes available, the replica with most rows there)."""
+        split = split_rows(rows, stage.replicas, stage.rows)
+        best: dict[int, int] = {}
+        for replica, device in enumerate(stage.devices):
+            memory = self._kinds[device].memory
+            if memory not in best or split[replica] > split[best[memory]]:
+                best[memory] = replica
+        return sorted(best.items())
+
+    def _allowed_in_flight(
+        self, stages: Sequence[StagePlan], number: int, micro_batches: int, want: int
+    ) -> int:
+        rows = self._rows(micro_batches)
+        allowed = want
+        for available, replica in self._tightest(stages[number], rows):
+            one = self._memory(stages, number, rows, 1, replica)
+            two = self._memory(stages, number, rows, 2, replica)
+            if one is None or two is None:
+                return want
+            if one.total > available:
+                return 0
+            # Memory is linear in K_i, up to the rounding of each part.
+            step = max(two.total - one.total, 1)
+            allowed = min(allowed, 1 + (available - one.total) // step)
+            while allowed > 1:
+                here = self._memory(stages, number, rows, allowed, replica)
+                if here is None or here.total <= available:
+                    break
+                allowed -= 1
+        return allowed
+
+    def _refusal(
+        self,
+        layout: Layout,
+        name: str,
+        stages: Sequence[StagePlan],
+        number: int,
+        in_flight: int,
+    ) -> Refusal:
+        rows = self._rows(layout.micro_batches)
+        least = in_flight if self.schedule == "gpipe" else 1
+        worst: tuple[int, StageMemory, int] | None = None
+        for available, replica in self._tightest(stages[number], rows):
+            memory = self._memory(stages, number, rows, least, replica)
+            if memory is not None and (worst is None or memory.total - available > worst[0]):
+                worst = memory.total - available, memory, available
+        assert worst is not None, "only a stage whose memory is known is refused"
+        return Refusal(
+            name=name,
+            stage=number,
+            num_stages=len(stages),
+            layers=(stages[number].start, stages[number].stop),
+            devices=stages[number].devices,
+            device_kind=self._kinds[stages[number].devices[0]].name,
+            micro_batch_rows=rows,
+            in_flight=least,
+            needed=worst[1],
+            available=worst[2],
+            optimizer=self.optimizer,
+        )
+
+
+def _geometric_counts(batch: int) -> tuple[int, ...]:
+    """M = 1, 2, 3, 4, 6, 8, 12, ... and the batch itself: no two neighbours 2 or more apart."""
+    doubles = [2**k for k in range(batch.bit_length())]
+    counts = {m for power in doubles for m in (power, 3 * power // 2)}
+    return tuple(sorted({m for m in counts if m <= batch} | {batch}))
+
+
+def _check_batch(global_batch_size: int, micro_batch_size: int | None) -> None:
+    if global_batch_size < 1:
+        raise InputError(f"global batch size {global_batch_size} must be at least 1 row")
+    if micro_batch_size is not None and not 1 <= micro_batch_size <= global_batch_size:
+        raise InputError(
+            f"micro-batch size {micro_batch_size} must lie between 1 and the global batch size "
+            f"{global_batch_size}"
+        )
+
+
+def _check_known(what: str, name: str, known: Sequence[str] | dict[str, float]) -> None:
+    if name not in known:
+        raise InputError(f'{what} "{name}" is unknown; known: {", ".join(known)}')
