@@ -165,6 +165,16 @@ class LayerGraph:
             found.setdefault(id(value), []).append(name)
         return {names[0]: names for names in found.values()}
 
+    def release(self, keep: set[int]) -> None:
+        """Free the memory of parameters and buffers other than those with an id in `keep`.
+
+        The model can't be used on its own afterwards.
+        """
+        for value in [*self._model.parameters(), *self._model.buffers()]:
+            if id(value) not in keep:
+                value.data = value.data.new_empty(0)
+                value.grad = None
+
     def parameters(self) -> dict[str, nn.Parameter]:
         """All parameters of the model by name, tied ones once, unused ones included."""
         return dict(self._model.named_parameters())

@@ -103,7 +103,7 @@ def is_random(node: fx.Node) -> bool:
     if name.startswith("aten.scaled_dot_product_attention"):
         return bool(_argument(node, 4, "dropout_p") or 0.0)
     if name == "aten.dropout.default":
-        return node.args[2] is True and node.args[1] != 0.0
+        return node.args[2] is True and bool(node.args[1])
     if isinstance(node.target, torch._ops.OpOverload):
         if torch.Tag.nondeterministic_seeded in node.target.tags:
             return "dropout" not in name or bool(node.args[1])

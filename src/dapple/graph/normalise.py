@@ -46,9 +46,9 @@ def _make_functional(graph: fx.Graph, node: fx.Node) -> None:
         return
     order = {n: i for i, n in enumerate(graph.nodes)}
     for other, other_root in roots.items():
-        if other_root is root and order[other] < order[node]:
-            if any(order[user] > order[node] for user in other.users):
-                return
+        earlier = other_root is root and order[other] < order[node]
+        if earlier and any(order[user] > order[node] for user in other.users):
+            return
     plain = _functional_overload(node)
     if plain is not None:
         node.target = plain

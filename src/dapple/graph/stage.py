@@ -11,7 +11,7 @@ import sympy
 import torch
 from torch import fx, nn
 
-from dapple.graph.nodes import attribute, is_call
+from dapple.graph.nodes import attribute, is_call, is_random
 from dapple.graph.program import BoundaryTensor, Program
 
 ROWS = "rows"
@@ -28,6 +28,7 @@ class StageProgram:
         reads: boundary tensors from earlier stages, in graph order.
         makes: boundary tensors for later stages, in graph order.
         has_results: it is the last stage and returns the model's outputs.
+        is_random: it draws random numbers (dropout).
     """
 
     module: fx.GraphModule
@@ -35,6 +36,7 @@ class StageProgram:
     reads: tuple[BoundaryTensor, ...]
     makes: tuple[BoundaryTensor, ...]
     has_results: bool
+    is_random: bool
 
     def __call__(
         self, rows: int, inputs: Mapping[str, Any], received: Mapping[str, torch.Tensor]
@@ -128,6 +130,7 @@ class _StageBuilder:
             reads=tuple(tensors[n] for n in reads),
             makes=tuple(tensors[n] for n in makes),
             has_results=last,
+            is_random=any(is_random(n) for n in nodes),
         )
 
     def _closure(self, wanted: list[fx.Node]) -> set[fx.Node]:

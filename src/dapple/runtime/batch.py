@@ -1,0 +1,141 @@
+"""The global batch of a step, its pieces, and the loss over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from dapple.errors import InputError
+from dapple.graph import LayerGraph
+from dapple.runtime.layout import Layout
+
+WeightFunction = Callable[[Any, Any], float]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The global batch of a step.
+
+    Attributes:
+        inputs: the model's inputs by name, all rows, on this rank's device.
+        batched: names of those that have rows.
+        objective: computes the loss of this rank's pieces; None where no loss is computed.
+    """
+
+    inputs: dict[str, Any]
+    batched: frozenset[str]
+    objective: Objective | None
+
+    def rows(self, rows: slice) -> dict[str, Any]:
+        """The inputs of one piece."""
+        return {n: v[rows] if n in self.batched else v for n, v in self.inputs.items()}
+
+
+class Objective:
+    """The loss of this rank's pieces: sum_i w_i loss_i / sum_i w_i (docs/semantics.md, Loss).
+
+    Args:
+        graph: the captured model, which knows how its loss is computed.
+        targets_of: the targets of a row range.
+        weights: w_i of this rank's pieces by micro-batch.
+        total: all weights of the global batch added up, available after `ready`.
+        ready: waits until `total` is complete.
+    """
+
+    def __init__(
+        self,
+        graph: LayerGraph,
+        targets_of: Callable[[slice], Any],
+        weights: dict[int, float],
+        total: torch.Tensor,
+        ready: Callable[[], object],
+    ) -> None:
+        self._graph = graph
+        self._targets_of = targets_of
+        self._weights = weights
+        self._total = total
+        self._ready = ready
+        self._share = torch.zeros_like(total)
+
+    def loss(self, micro_batch: int, rows: slice, results: tuple[Any, ...]) -> torch.Tensor | None:
+        """The scaled loss of a piece, to start its backward from; None if it has no weight."""
+        weight = self._weights[micro_batch]
+        if weight == 0:
+            # 0 x NaN is NaN: a piece without weight must not touch loss and gradients at all.
+            return None
+        self._ready()
+        output = self._graph.unflatten_outputs(results)
+        loss = self._graph.loss_of(output, self._targets_of(rows))
+        scaled = loss * (weight / self._total).to(loss.dtype)
+        self._share += scaled.detach()
+        return scaled
+
+    @property
+    def has_weight(self) -> bool:
+        """Some piece of this rank has weight."""
+        return any(self._weights.values())
+
+    @property
+    def share(self) -> torch.Tensor:
+        """What this rank's pieces have added to the loss of the global batch so far, a scalar."""
+        return self._share
+
+
+def piece_weights(
+    layout: Layout, weight: WeightFunction | None, inputs: Any, targets: Any
+) -> dict[int, float]:
+    """w_i of this rank's pieces by micro-batch: by `weight`, or their rows.
+
+    Raises:
+        InputError: a weight is negative or not finite.
+    """
+    rows = layout.global_batch_size
+    weights: dict[int, float] = {}
+    for micro_batch in range(layout.num_micro_batches):
+        where = layout.slice(micro_batch)
+        count = where.stop - where.start
+        if weight is None or count == 0:
+            weights[micro_batch] = float(count)
+        else:
+            piece = rows_of(inputs, where, rows), rows_of(targets, where, rows)
+            weights[micro_batch] = float(weight(*piece))
+    _check_weights(weights)
+    return weights
+
+
+def check_targets(targets: Any, rows: int) -> None:
+    """Every target tensor has one entry per row of the batch.
+
+    Raises:
+        InputError: some tensor has not.
+    """
+    for leaf in pytree.tree_leaves(targets):
+        if isinstance(leaf, torch.Tensor) and (leaf.dim() == 0 or leaf.shape[0] != rows):
+            raise InputError(
+                f"targets have shape {list(leaf.shape)}, but the batch has {rows} rows; pass one "
+                "target per row"
+            )
+
+
+def _check_weights(weights: dict[int, float]) -> None:
+    for micro_batch, weight in weights.items():
+        if not 0 <= weight < float("inf"):
+            raise InputError(
+                f"the weight of micro-batch {micro_batch} is {weight}; weights must be finite and "
+                "not negative"
+            )
+
+
+def rows_of(values: Any, where: slice, rows: int) -> Any:
+    """A row range of every tensor that has `rows` rows; everything else as it is."""
+
+    def part(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.shape[0] != rows:
+            return value
+        return value[where]
+
+    return pytree.tree_map(part, values)

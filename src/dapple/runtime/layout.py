@@ -1,0 +1,92 @@
+"""Which rows of a step go where: micro-batches, their split over replicas, and the messages.
+
+micro-batch of 7 rows        stage 0, 3 replicas      stage 1, 2 replicas
+rows 0 1 2 3 4 5 6           [0 1 2] [3 4] [5 6]      [0 1 2 3] [4 5 6]
+                              messages: 0->0 rows 0-2, 1->0 row 3, 1->1 row 4, 2->1 rows 5-6
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from dapple.costs.rows import overlaps, split_rows
+from dapple.runtime.topology import Topology
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A row range of a boundary tensor that this rank exchanges with one peer.
+
+    Attributes:
+        peer: the other rank.
+        start, stop: rows, counted from the first row that this rank holds. (0, 0) for a tensor
+            without rows, which travels whole.
+    """
+
+    peer: int
+    start: int
+    stop: int
+
+
+class Layout:
+    """How the rows of one step lie, seen from one rank.
+
+    Args:
+        topology: this rank's place.
+        global_batch_size: rows of the step, at least 1.
+    """
+
+    def __init__(self, topology: Topology, global_batch_size: int) -> None:
+        plan = topology.plan
+        self.topology = topology
+        self.global_batch_size = global_batch_size
+        same = global_batch_size == plan.global_batch_size
+        size = plan.micro_batch_size
+        self.num_micro_batches = plan.num_micro_batches if same else -(-global_batch_size // size)
+        self._sizes = split_rows(global_batch_size, self.num_micro_batches)
+        self._starts = (0, *itertools.accumulate(self._sizes))
+        self._replicas = tuple(len(ranks) for ranks in topology.ranks)
+
+    def rows(self, micro_batch: int) -> int:
+        """Rows of a micro-batch that this rank's replica works on."""
+        return self._split(micro_batch, self.topology.stage)[self.topology.replica]
+
+    def slice(self, micro_batch: int) -> slice:
+        """This replica's rows of a micro-batch, within the global batch."""
+        sizes = self._split(micro_batch, self.topology.stage)
+        start = self._starts[micro_batch] + sum(sizes[: self.topology.replica])
+        return slice(start, start + sizes[self.topology.replica])
+
+    def pieces(self, micro_batch: int, stage: int, with_rows: bool) -> list[Piece]:
+        """What this rank exchanges with another stage for one boundary tensor.
+
+        Args:
+            micro_batch: the micro-batch.
+            stage: the other stage, before or after this rank's.
+            with_rows: the tensor has rows; otherwise it is the same for every row, and each
+                replica that reads it gets it from one replica that makes it.
+        """
+        here = self.topology.stage
+        first, last = min(here, stage), max(here, stage)
+        senders, receivers = self._split(micro_batch, first), self._split(micro_batch, last)
+        mine, other = (0, 1) if here == first else (1, 0)
+        peers = self.topology.ranks[stage]
+        if not with_rows:
+            pairs = _whole_pairs(senders, receivers)
+            return [Piece(peers[p[other]], 0, 0) for p in pairs if p[mine] == self.topology.replica]
+        pieces, position = [], 0
+        for pair in overlaps(senders, receivers):
+            if pair[mine] == self.topology.replica:
+                pieces.append(Piece(peers[pair[other]], position, position + pair[2]))
+                position += pair[2]
+        return pieces
+
+    def _split(self, micro_batch: int, stage: int) -> tuple[int, ...]:
+        return split_rows(self._sizes[micro_batch], self._replicas[stage])
+
+
+def _whole_pairs(senders: tuple[int, ...], receivers: tuple[int, ...]) -> list[tuple[int, int]]:
+    active = [i for i, rows in enumerate(senders) if rows]
+    readers = [j for j, rows in enumerate(receivers) if rows]
+    return [(active[n % len(active)], j) for n, j in enumerate(readers)] if active else []

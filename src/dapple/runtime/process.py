@@ -1,0 +1,51 @@
+"""The process that a rank runs in: its device, its process group, its random numbers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+
+def default_device() -> torch.device:
+    """The accelerator of the local rank, else the CPU."""
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator()
+        assert kind is not None
+        return torch.device(kind.type, int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
+
+
+def ensure_process_group(device: torch.device) -> None:
+    """Set up `torch.distributed` from torchrun's environment; alone, a group of one process."""
+    if dist.is_initialized():
+        return
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+@contextmanager
+def random_state_kept(device: torch.device) -> Iterator[None]:
+    """Leave the random generators as they were found."""
+    devices = [] if device.type == "cpu" else [device.index or 0]
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        yield
+
+
+def mixed_seed(place: tuple[int, ...]) -> int:
+    """A 63-bit seed from a place; splitmix64 steps, so that near places are far apart."""
+    state = 0
+    for number in place:
+        state = (state ^ number) + 0x9E3779B97F4A7C15 & (1 << 64) - 1
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & (1 << 64) - 1
+        state = (state ^ state >> 27) * 0x94D049BB133111EB & (1 << 64) - 1
+        state ^= state >> 31
+    return state >> 1

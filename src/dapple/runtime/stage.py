@@ -1,0 +1,120 @@
+"""The computation of one stage on one rank: forward, backward, loss; no communication."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from dapple.graph import StageProgram
+
+
+@dataclass
+class _InFlight:
+    """What one micro-batch leaves behind between its forward and its backward.
+
+    Of the outputs only the gradient edges are kept: the tensors themselves can go as soon as they
+    are sent, unless autograd saved them.
+    """
+
+    leaves: tuple[torch.Tensor | None, ...]
+    edges: tuple[GradientEdge | None, ...]
+    loss: torch.Tensor | None = None
+
+
+class StageRunner:
+    """Runs a stage's micro-batches and holds those in flight.
+
+    Args:
+        program: the stage's layers.
+    """
+
+    def __init__(self, program: StageProgram) -> None:
+        self.program = program
+        self._in_flight: dict[int, _InFlight] = {}
+
+    @property
+    def in_flight(self) -> int:
+        """Micro-batches with forward done and backward not."""
+        return len(self._in_flight)
+
+    def forward(
+        self,
+        micro_batch: int,
+        rows: int,
+        inputs: Mapping[str, Any],
+        received: Mapping[str, torch.Tensor],
+    ) -> tuple[tuple[torch.Tensor, ...], tuple[Any, ...]]:
+        """Compute a micro-batch's piece.
+
+        Args:
+            micro_batch: its number.
+            rows: rows of this replica.
+            inputs: the model's inputs, this replica's rows.
+            received: boundary tensors from earlier stages by name, this replica's rows. Each
+                is used for this micro-batch only, so hooks can't pile up on it.
+
+        Returns:
+            Boundary tensors in the order of `program.makes` (detached), and the model's flat
+            outputs if this is the last stage.
+        """
+        leaves = []
+        for tensor in self.program.reads:
+            value = received[tensor.name]
+            if tensor.needs_grad:
+                value.requires_grad_(True)
+            leaves.append(value if tensor.needs_grad else None)
+        made, results = self.program(rows, inputs, received)
+        edges = tuple(get_gradient_edge(t) if t.requires_grad else None for t in made)
+        self._in_flight[micro_batch] = _InFlight(tuple(leaves), edges)
+        return tuple(t.detach() for t in made), results
+
+    def evaluate(
+        self, rows: int, inputs: Mapping[str, Any], received: Mapping[str, torch.Tensor]
+    ) -> tuple[tuple[torch.Tensor, ...], tuple[Any, ...]]:
+        """Compute a piece without gradients and without leaving anything behind."""
+        with torch.no_grad():
+            return self.program(rows, inputs, received)
+
+    def set_loss(self, micro_batch: int, scaled_loss: torch.Tensor | None) -> None:
+        """Give the loss that the backward of a micro-batch on the last stage starts from.
+
+        None: the piece has no weight, and its backward gives zeros.
+        """
+        self._in_flight[micro_batch].loss = scaled_loss
+
+    def backward(
+        self, micro_batch: int, gradients: Sequence[torch.Tensor | None]
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Compute a micro-batch's gradients; parameters accumulate theirs in `.grad`.
+
+        Args:
+            micro_batch: its number.
+            gradients: per tensor of `program.makes` its summed gradient; None counts as zero.
+
+        Returns:
+            Per tensor of `program.reads` its gradient; None where it needs none. A tensor that
+            the loss does not depend on gets zeros.
+        """
+        state = self._in_flight.pop(micro_batch)
+        roots: list[Any] = []
+        starts: list[torch.Tensor | None] = []
+        for edge, gradient in zip(state.edges, gradients, strict=True):
+            if edge is not None and gradient is not None:
+                roots.append(edge)
+                starts.append(gradient)
+        if state.loss is not None and state.loss.requires_grad:
+            roots.append(state.loss)
+            starts.append(None)
+        if roots:
+            torch.autograd.backward(roots, starts)
+        results: list[torch.Tensor | None] = []
+        for leaf in state.leaves:
+            if leaf is None:
+                results.append(None)
+            else:
+                results.append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
+        return tuple(results)

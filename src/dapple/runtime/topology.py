@@ -1,0 +1,91 @@
+"""Who is who in a run: ranks, stages and replicas of a plan, as a value that is passed around."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dapple.errors import PlanError
+from dapple.records import Plan, StagePlan
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The place of one rank in a plan.
+
+    Ranks are the plan's devices in ascending order; replica r of a stage is its r-th device.
+
+    Attributes:
+        plan: the plan.
+        rank: this rank.
+        stage: the stage it runs.
+        replica: which replica of the stage it is.
+        ranks: per stage the ranks of its replicas, in order.
+    """
+
+    plan: Plan
+    rank: int
+    stage: int
+    replica: int
+    ranks: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, plan: Plan, rank: int, world_size: int) -> Topology:
+        """The place of `rank` in the plan.
+
+        Raises:
+            PlanError: the world size is not the plan's number of devices, or the plan holds
+                something that the runtime can't execute.
+        """
+        if world_size != plan.num_devices:
+            raise PlanError(
+                f"the plan uses {plan.num_devices} devices but the run has {world_size} "
+                f"processes; start torchrun with {plan.num_devices} processes in all, or make a "
+                f"plan for {world_size} devices"
+            )
+        _check_executable(plan)
+        rank_of = plan.rank_of_device()
+        ranks = tuple(tuple(rank_of[d] for d in stage.devices) for stage in plan.stages)
+        stage = next(s for s, members in enumerate(ranks) if rank in members)
+        return cls(plan, rank, stage, ranks[stage].index(rank), ranks)
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return len(self.ranks)
+
+    @property
+    def is_last(self) -> bool:
+        """This rank runs the last stage, which computes the loss."""
+        return self.stage == self.num_stages - 1
+
+    @property
+    def stage_plan(self) -> StagePlan:
+        """The plan of this rank's stage."""
+        return self.plan.stages[self.stage]
+
+    def stage_of_layer(self, layer: int) -> int:
+        """The stage that runs a layer."""
+        return next(i for i, s in enumerate(self.plan.stages) if s.start <= layer < s.stop)
+
+    def holders(self, layers: list[int]) -> tuple[int, ...]:
+        """The ranks of all stages that run any of these layers, ascending."""
+        stages = {self.stage_of_layer(layer) for layer in layers}
+        return tuple(sorted(rank for stage in stages for rank in self.ranks[stage]))
+
+
+def _check_executable(plan: Plan) -> None:
+    blocked = list(plan.simulate_only)
+    for number, stage in enumerate(plan.stages):
+        if stage.recompute:
+            blocked.append(f"recompute (stage {number})")
+        if stage.rows is not None:
+            blocked.append(f"proportional rows (stage {number})")
+        if stage.shard != "none":
+            blocked.append(f'shard "{stage.shard}" (stage {number})')
+    if plan.virtual != 1:
+        blocked.append("virtual stages")
+    if blocked:
+        raise PlanError(
+            f"the runtime can't execute {', '.join(dict.fromkeys(blocked))} yet, the plan is for "
+            "simulation only; make a plan without it"
+        )

@@ -1,0 +1,433 @@
+"""Training with a plan: one `Trainer` per rank."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from dapple.errors import PlanError
+from dapple.graph import LayerGraph
+from dapple.records import Plan, Timeline
+from dapple.runtime.batch import (
+    Batch,
+    Objective,
+    WeightFunction,
+    check_targets,
+    piece_weights,
+    rows_of,
+)
+from dapple.runtime.exchange import Boundaries
+from dapple.runtime.gradients import GradientBuffers
+from dapple.runtime.layout import Layout
+from dapple.runtime.memory import MemoryMeter
+from dapple.runtime.process import (
+    default_device,
+    ensure_process_group,
+    mixed_seed,
+    random_state_kept,
+)
+from dapple.runtime.recorder import Recorder
+from dapple.runtime.stage import StageRunner
+from dapple.runtime.step import EvaluationStep, Progress, TrainingStep
+from dapple.runtime.topology import Topology
+from dapple.runtime.transport import DistributedTransport, Transport
+from dapple.schedule import Schedule, check_schedule, make_schedule
+
+OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+class Guard(Protocol):
+    """Watches the other ranks while this one works (see runtime/failure.py)."""
+
+    progress: Progress
+
+    def guard(self) -> AbstractContextManager[None]:
+        """Report an exception inside to all ranks."""
+
+
+class _Unwatched:
+    """No watch: for a single process and for tests."""
+
+    class _Silent:
+        def set(self, action: str, micro_batch: int | None) -> None:
+            """Note nothing."""
+
+    progress: Progress = _Silent()
+
+    def guard(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step gave, the same on every rank.
+
+    Attributes:
+        loss: the weighted mean over the global batch; NaN if no row had weight.
+        rows: rows of the global batch.
+        seconds: time of the step on this rank, s.
+    """
+
+    loss: float
+    rows: int
+    seconds: float
+
+
+class Trainer:
+    """Trains one rank's part of a captured model by a plan.
+
+    All ranks make the trainer and call its methods together, with the same batches. After it is
+    made a rank holds only its own stage's parameters: those of other stages are freed, also in the
+    model that was captured.
+
+    Args:
+        graph: the captured model, with the same weights on every rank.
+        plan: the plan; one process per device that it uses.
+        optimizer: makes the optimizer from this rank's parameters.
+        weight: w_i of a piece from its (inputs, targets), such as the number of unmasked tokens;
+            by default its rows.
+        device: this rank's device; by default the accelerator of the local rank, else the CPU.
+        seed: for dropout: masks depend on seed, step, micro-batch, stage and first row.
+        transport: the network; by default `torch.distributed`, set up by torchrun's environment.
+        watch: watches the other ranks.
+        record: note spans for `timeline`.
+
+    Raises:
+        PlanError: the plan does not fit the model or the number of processes.
+        ScheduleError: the plan's schedule would not end.
+    """
+
+    def __init__(
+        self,
+        graph: LayerGraph,
+        plan: Plan,
+        optimizer: OptimizerFactory,
+        *,
+        weight: WeightFunction | None = None,
+        device: torch.device | None = None,
+        seed: int = 0,
+        transport: Transport | None = None,
+        watch: Guard | None = None,
+        record: bool = True,
+    ) -> None:
+        _check_model(graph, plan)
+        self._watch = watch or _Unwatched()
+        self.device = device or default_device()
+        if transport is None:
+            ensure_process_group(self.device)
+            rank, world_size = dist.get_rank(), dist.get_world_size()
+        else:
+            rank, world_size = transport.rank, transport.world_size
+        self.topology = Topology.of(plan, rank, world_size)
+        self._schedule_for(plan.num_micro_batches)
+        self._graph = graph
+        self._plan = plan
+        self._weight = weight
+        self._seed = seed
+        self._steps = 0
+        stage = self.topology.stage_plan
+        self._program = graph.stage(stage.start, stage.stop)
+        self._evaluation = graph.stage(stage.start, stage.stop, training=False)
+        self._release_other_stages()
+        for module in (self._program.module, self._evaluation.module):
+            module.to(self.device)
+        self._boundaries = Boundaries(self.topology, self._program.reads, self._program.makes)
+        self._transport = transport or self._connect()
+        trainable = {n: p for n, p in self._program.module.named_parameters() if p.requires_grad}
+        self._gradients = GradientBuffers(
+            trainable, self.topology.ranks[self.topology.stage], self._tied_ranks(trainable)
+        )
+        self.optimizer = optimizer(list(trainable.values())) if trainable else None
+        self._runner = StageRunner(self._program)
+        self._recorder = Recorder(
+            rank, self.topology.stage, self.topology.replica, self.device, record
+        )
+        self._fresh = True
+        self.peak_boundary_bytes = 0
+        self.last_step_seconds = 0.0
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.topology.rank
+
+    def step(self, inputs: Any, targets: Any = None, *, update: bool = True) -> StepResult:
+        """Train on one global batch.
+
+        Args:
+            inputs: all rows, as at capture: a tensor, tuple or dict. The same on every rank.
+            targets: tensors with all rows; read on the ranks of the last stage.
+            update: sum gradients and update parameters. False: only accumulate; the next call with
+                True updates with the sum of both batches' gradients.
+
+        Raises:
+            InputError: the batch does not fit the captured model.
+        """
+        with self._watch.guard():
+            return self._step(inputs, targets, update)
+
+    def evaluate(self, inputs: Any, targets: Any = None) -> float:
+        """The loss on one global batch in evaluation mode; changes nothing.
+
+        Args:
+            inputs: as for `step`.
+            targets: as for `step`.
+        """
+        with self._watch.guard():
+            named, layout = self._prepare(inputs)
+            batch = self._batch(named, inputs, targets, layout)
+            step = EvaluationStep(
+                self._transport,
+                layout,
+                StageRunner(self._evaluation),
+                self._boundaries,
+                self.device,
+                self._watch.progress,
+            )
+            with random_state_kept(self.device):
+                step.run(batch)
+            return self._global_loss(batch)
+
+    def measure_memory(self) -> MemoryMeter:
+        """A meter for the next steps: `with trainer.measure_memory() as meter: ...`."""
+        return MemoryMeter(self.device, self._resident())
+
+    def resident_bytes(self) -> int:
+        """Bytes of this rank's parameters, buffers, gradients and optimizer state."""
+        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in self._resident()}
+        return sum(s.nbytes() for s in storages.values())
+
+    def timeline(self, peak_bytes: int | None = None) -> Timeline:
+        """The last step's spans of all ranks, in the simulator's format. All ranks call it.
+
+        Args:
+            peak_bytes: this rank's peak, if it was measured.
+        """
+        row = (self._recorder.spans(), self.last_step_seconds, peak_bytes)
+        rows: list[Any] = [None] * self._transport.world_size
+        if self._transport.world_size > 1:
+            dist.all_gather_object(rows, row)
+        else:
+            rows = [row]
+        machine = self._plan.cluster.machine_of_device()
+        used = sorted(self._plan.rank_of_device())
+        schedule = self._schedule_for(self._plan.num_micro_batches)
+        return Timeline(
+            source="measured",
+            step_seconds=max(seconds for _, seconds, _ in rows),
+            spans=tuple(span for spans, _, _ in rows for span in spans),
+            machine_of_rank=tuple(machine[d] for d in used),
+            peak_bytes=tuple(peak for _, _, peak in rows),
+            in_flight=schedule.in_flight(),
+        )
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """This rank's parameters and buffers under all of the model's own names for them."""
+        own = dict(self._program.module.state_dict(keep_vars=True))
+        if self.topology.stage == 0:
+            everything = self._graph.parameters()
+            own |= {name: everything[name] for name in self._graph.unused_parameters}
+        aliases = self._graph.original_names()
+        return {
+            alias: value.detach() for name, value in own.items() for alias in aliases.get(name, ())
+        }
+
+    def save_weights(self, path: str | os.PathLike[str]) -> None:
+        """Write the whole model's weights under its own names. All ranks call it.
+
+        A path that ends in ".pt" becomes one file for `torch.load`, any other a folder for
+        `torch.distributed.checkpoint`, which no rank has to hold whole.
+        """
+        import torch.distributed.checkpoint as checkpoint
+        from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+        target = Path(path)
+        single = target.suffix == ".pt"
+        folder = target.with_suffix(".sharded") if single else target
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with self._watch.guard():
+            self._watch.progress.set("save weights", None)
+            checkpoint.save(
+                dict(self.state_dict()), checkpoint_id=folder, no_dist=not dist.is_initialized()
+            )
+            if single and self.rank == 0:
+                dcp_to_torch_save(folder, target)
+                for file in folder.iterdir():
+                    file.unlink()
+                folder.rmdir()
+
+    def _step(self, inputs: Any, targets: Any, update: bool) -> StepResult:
+        named, layout = self._prepare(inputs)
+        self._watch.progress.set("start of step", None)
+        if self._recorder_enabled():
+            self._barrier()
+        begin = time.perf_counter()
+        self._recorder.start()
+        self._gradients.attach()
+        if self._fresh:
+            self._gradients.zero()
+        batch = self._batch(named, inputs, targets, layout)
+        step = TrainingStep(
+            self._transport,
+            layout,
+            self._schedule_for(layout.num_micro_batches),
+            self._runner,
+            self._boundaries,
+            self.device,
+            self._watch.progress,
+            self._recorder,
+            functools.partial(self._seeded, self._steps),
+        )
+        step.run(batch)
+        self.peak_boundary_bytes = step.peak_boundary_bytes
+        self._fresh = update
+        if update:
+            self._update()
+        loss = self._global_loss(batch)
+        self._steps += 1
+        self.last_step_seconds = time.perf_counter() - begin
+        return StepResult(loss, layout.global_batch_size, self.last_step_seconds)
+
+    def _update(self) -> None:
+        self._watch.progress.set("allreduce", None)
+        with self._recorder.span("allreduce"):
+            for pending in self._gradients.start_sums(self._transport):
+                pending.wait()
+        self._watch.progress.set("optimizer", None)
+        if self.optimizer is not None:
+            with self._recorder.span("optimizer"):
+                self.optimizer.step()
+
+    def _prepare(self, inputs: Any) -> tuple[dict[str, Any], Layout]:
+        named = self._graph.flatten_inputs(inputs)
+        layout = Layout(self.topology, self._graph.batch_size(named))
+        return named, layout
+
+    def _batch(self, named: dict[str, Any], inputs: Any, targets: Any, layout: Layout) -> Batch:
+        wanted = set(self._program.reads_inputs) | set(self._evaluation.reads_inputs)
+        placed = {
+            name: value.to(self.device) if isinstance(value, torch.Tensor) else value
+            for name, value in named.items()
+            if name in wanted
+        }
+        batched = frozenset(spec.name for spec in self._graph.inputs if spec.batched)
+        objective = self._objective(inputs, targets, layout) if self.topology.is_last else None
+        return Batch(placed, batched, objective)
+
+    def _objective(self, inputs: Any, targets: Any, layout: Layout) -> Objective:
+        rows = layout.global_batch_size
+        check_targets(targets, rows)
+
+        def targets_of(where: slice) -> Any:
+            piece = rows_of(targets, where, rows)
+            return pytree.tree_map_only(torch.Tensor, lambda t: t.to(self.device), piece)
+
+        weights = piece_weights(layout, self._weight, inputs, targets)
+        total = torch.tensor(sum(weights.values()), dtype=torch.float64).to(self.device)
+        pending = self._transport.sum(total, self.topology.ranks[-1])
+        return Objective(self._graph, targets_of, weights, total, functools.cache(pending.wait))
+
+    def _global_loss(self, batch: Batch) -> float:
+        # (share of the loss, pieces with weight): ranks without the loss add zeros.
+        self._watch.progress.set("sum of the loss", None)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        if batch.objective is not None:
+            sums[0] = batch.objective.share
+            sums[1] = float(batch.objective.has_weight)
+        self._transport.sum(sums, tuple(range(self._transport.world_size))).wait()
+        loss, pieces = sums.tolist()
+        return loss if pieces else float("nan")
+
+    @functools.lru_cache(maxsize=64)  # noqa: B019 - one trainer lives as long as its process
+    def _schedule_for(self, num_micro_batches: int) -> Schedule:
+        plan = self.topology.plan
+        warmup = [min(s.warmup, num_micro_batches) for s in plan.stages]
+        schedule = make_schedule(plan.schedule, num_micro_batches, warmup)
+        bound = warmup if plan.schedule == "early-backward" else None
+        check_schedule(schedule, bound)
+        return schedule
+
+    @contextmanager
+    def _seeded(self, step: int, micro_batch: int, first_row: int) -> Iterator[None]:
+        """Random numbers of a piece depend on where it stands, not on what ran before it."""
+        if not self._program.is_random:
+            yield
+            return
+        place = (self._seed, step, micro_batch, self.topology.stage_plan.start, first_row)
+        with random_state_kept(self.device):
+            torch.manual_seed(mixed_seed(place))
+            yield
+
+    def _tied_ranks(self, trainable: dict[str, nn.Parameter]) -> dict[str, tuple[int, ...]]:
+        tied = {}
+        for group in self._graph.tied:
+            name, layers = group[0][1], [layer for layer, _ in group]
+            stages = {self.topology.stage_of_layer(layer) for layer in layers}
+            if len(stages) > 1 and name in trainable:
+                tied[name] = self.topology.holders(layers)
+        return tied
+
+    def _connect(self) -> DistributedTransport:
+        topology = self.topology
+        groups = list(topology.ranks)
+        groups += [topology.holders([layer for layer, _ in g]) for g in self._graph.tied]
+        pairs = {
+            (topology.stage_of_layer(t.producer), topology.stage_of_layer(consumer))
+            for t in self._graph.tensors()
+            for consumer in t.consumers
+        }
+        different = sorted((a, b) for a, b in pairs if a != b)
+        return DistributedTransport(groups, different, topology.ranks)
+
+    def _release_other_stages(self) -> None:
+        own = {id(t) for t in self._program.module.state_dict(keep_vars=True).values()}
+        own |= {id(t) for t in self._program.module.buffers()}
+        own |= {id(t) for t in self._evaluation.module.buffers()}
+        if self.topology.stage == 0:
+            everything = self._graph.parameters()
+            own |= {id(everything[name]) for name in self._graph.unused_parameters}
+        self._graph.release(own)
+
+    def _resident(self) -> Iterable[torch.Tensor]:
+        module = self._program.module
+        states = self.optimizer.state.values() if self.optimizer is not None else ()
+        moments = (v for s in states for v in s.values() if isinstance(v, torch.Tensor))
+        return [*module.parameters(), *module.buffers(), *self._gradients.buffers(), *moments]
+
+    def _recorder_enabled(self) -> bool:
+        return self._recorder.enabled and self._transport.world_size > 1
+
+    def _barrier(self) -> None:
+        token = torch.zeros(1, device=self.device)
+        self._transport.sum(token, tuple(range(self._transport.world_size))).wait()
+
+
+def _check_model(graph: LayerGraph, plan: Plan) -> None:
+    if plan.num_layers != graph.num_layers:
+        raise PlanError(
+            f"the plan covers {plan.num_layers} layers but {graph.name} has {graph.num_layers}; "
+            "make a plan from this model's profile"
+        )
+    actual = graph.fingerprint()
+    if plan.model_fingerprint not in (None, actual):
+        raise PlanError(
+            f"the plan was made for a model with fingerprint {plan.model_fingerprint}, but "
+            f"{graph.name} has {actual}; make a plan from this model's profile"
+        )
+    for number, stage in enumerate(plan.stages):
+        if stage.replicas > 1 and graph.uses_batch_statistics(stage.start, stage.stop):
+            raise PlanError(
+                f"stage {number} holds batch norm layers and {stage.replicas} replicas, which "
+                "the runtime can't keep equal to one device yet; plan one replica for it"
+            )

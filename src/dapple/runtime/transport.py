@@ -1,0 +1,115 @@
+"""Messages and sums between ranks, over `torch.distributed`.
+
+Order is all that identifies a message: between two ranks and in one direction messages are first
+in, first out. NCCL has no tags, so none are used on gloo either.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+
+class Pending(Protocol):
+    """A transfer or sum under way."""
+
+    def wait(self) -> object:
+        """Return when it is done."""
+
+
+class Transport(Protocol):
+    """What the runtime needs of a network."""
+
+    rank: int
+    world_size: int
+
+    def send(self, tensor: torch.Tensor, peer: int, stages: tuple[int, int]) -> Pending:
+        """Start sending a contiguous tensor. Keep it and the result until `wait` has returned."""
+
+    def receive(self, buffer: torch.Tensor, peer: int, stages: tuple[int, int]) -> Pending:
+        """Start receiving into a contiguous buffer of exactly the message's size."""
+
+    def sum(self, tensor: torch.Tensor, ranks: Sequence[int]) -> Pending:
+        """Start adding up a tensor over `ranks`, in place on each. Every one must call it."""
+
+
+class DistributedTransport:
+    """`Transport` over an initialised process group.
+
+    Groups are made here, once, by all ranks in one order: creation in an order that depends on
+    timing is a known way to hang. On gloo, point-to-point messages use the world's group. Other
+    backends get a communicator for each pair of stages and direction, because NCCL runs the
+    messages of a communicator one after the other: with one for both directions, two neighbours
+    that both receive first would wait for each other. (Never run on NCCL so far.)
+
+    Args:
+        sum_groups: sets of ranks that will sum together, in the same order on all ranks.
+        stage_pairs: (producer stage, consumer stage) that exchange tensors.
+        ranks_of_stage: the ranks of each stage.
+    """
+
+    def __init__(
+        self,
+        sum_groups: Sequence[tuple[int, ...]],
+        stage_pairs: Sequence[tuple[int, int]],
+        ranks_of_stage: Sequence[tuple[int, ...]],
+    ) -> None:
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        everyone = tuple(range(self.world_size))
+        self._sums: dict[tuple[int, ...], dist.ProcessGroup | None] = {everyone: None}
+        for ranks in sum_groups:
+            if ranks not in self._sums and len(ranks) > 1:
+                self._sums[ranks] = dist.new_group(list(ranks))
+        self._pairs: dict[tuple[int, int], dist.ProcessGroup | None] = {}
+        for pair in itertools.chain.from_iterable((p, p[::-1]) for p in stage_pairs):
+            if dist.get_backend() == "gloo":
+                self._pairs[pair] = None
+            else:
+                members = sorted({*ranks_of_stage[pair[0]], *ranks_of_stage[pair[1]]})
+                self._pairs[pair] = dist.new_group(members)
+
+    def send(self, tensor: torch.Tensor, peer: int, stages: tuple[int, int]) -> Pending:
+        """Start sending to `peer`; `stages` are (own stage, the peer's)."""
+        return _started(dist.isend(tensor, dst=peer, group=self._pairs[stages]))
+
+    def receive(self, buffer: torch.Tensor, peer: int, stages: tuple[int, int]) -> Pending:
+        """Start receiving from `peer`; `stages` are (the peer's, own stage)."""
+        return _started(dist.irecv(buffer, src=peer, group=self._pairs[stages]))
+
+    def sum(self, tensor: torch.Tensor, ranks: Sequence[int]) -> Pending:
+        """Start an AllReduce (SUM) over `ranks`; a rank alone has nothing to add."""
+        if len(ranks) == 1:
+            return Done()
+        group = self._sums[tuple(ranks)]
+        return _started(dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=True))
+
+
+class Done:
+    """A transfer that is over already."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class Then:
+    """A pending transfer with something to do when it is done."""
+
+    def __init__(self, pending: Pending, action: Callable[[], None]) -> None:
+        self._pending = pending
+        self._action = action
+
+    def wait(self) -> None:
+        """Wait, then act."""
+        self._pending.wait()
+        self._action()
+
+
+def _started(work: dist.Work | None) -> Pending:
+    if work is None:
+        raise AssertionError("this rank is not in the group that it communicates in")
+    return work

@@ -1,0 +1,222 @@
+"""Models, plans and a single-process reference that plans are held against, in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from dapple.cluster import Cluster, DeviceKind, Link, Machines
+from dapple.graph import LayerGraph, capture
+from dapple.records import Plan, StagePlan
+from dapple.runtime.trainer import Trainer
+from dapple.schedule import warmup_counts
+from dapple.zoo.gpt import GPT, next_byte_loss, unmasked_tokens
+from dapple.zoo.skip import SkipNet
+
+STEPS = 3
+
+
+class LossInside(nn.Module):
+    """Returns its own loss, a mean over the rows, in a dict."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *[nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(6)]
+        )
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(self.layers(x))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+class PlainMLP(nn.Module):
+    """Six layers; in-place activations."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *[nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True)) for _ in range(5)],
+            nn.Linear(width, 4),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def squared_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(output, target)
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """A model with batches to train it on."""
+
+    model: Callable[[], nn.Module]
+    batch: Callable[[int, int], tuple[Any, Any]]
+    loss: Any = None
+    weight: Any = None
+
+
+def _generator(step: int) -> torch.Generator:
+    return torch.Generator().manual_seed(1000 + step)
+
+
+def _mlp_batch(rows: int, step: int) -> tuple[Any, Any]:
+    g = _generator(step)
+    x = torch.randn(rows, 6, generator=g, dtype=torch.float64)
+    return x, torch.randn(rows, 4, generator=g, dtype=torch.float64)
+
+
+def _inside_batch(rows: int, step: int) -> tuple[Any, Any]:
+    g = _generator(step)
+    x = torch.randn(rows, 6, generator=g, dtype=torch.float64)
+    return {"x": x, "labels": torch.randint(0, 3, (rows,), generator=g)}, None
+
+
+def _skip_batch(rows: int, step: int) -> tuple[Any, Any]:
+    g = _generator(step)
+    x = torch.randn(rows, 8, generator=g, dtype=torch.float64)
+    lengths = torch.randint(1, 9, (rows,), generator=g)
+    return (x, lengths), torch.randn(rows, 8, generator=g, dtype=torch.float64)
+
+
+def _gpt_batch(rows: int, step: int) -> tuple[Any, Any]:
+    g = _generator(step)
+    tokens = torch.randint(0, 16, (rows, 7), generator=g)
+    targets = torch.randint(0, 16, (rows, 7), generator=g)
+    # Unequal numbers of unmasked tokens per row, and a run of rows without any.
+    keep = torch.arange(7)[None, :] < torch.randint(1, 8, (rows, 1), generator=g)
+    targets[~keep] = -100
+    targets[: max(0, rows // 3)] = -100
+    return tokens, targets
+
+
+def _gpt() -> nn.Module:
+    return GPT(vocab=16, width=8, layers=4, heads=2, context=7)
+
+
+EXAMPLES = {
+    "mlp": Example(PlainMLP, _mlp_batch, squared_error),
+    "inside": Example(LossInside, _inside_batch),
+    "skip": Example(lambda: SkipNet(width=8, layers=6), _skip_batch, squared_error),
+    "gpt": Example(_gpt, _gpt_batch, next_byte_loss, unmasked_tokens),
+}
+
+
+def make_model(name: str, seed: int = 7) -> nn.Module:
+    """The named model in float64, with weights that depend on the seed only."""
+    torch.manual_seed(seed)
+    return EXAMPLES[name].model().double()
+
+
+def build(name: str, seed: int = 7) -> LayerGraph:
+    """The capture of the named model."""
+    example = EXAMPLES[name]
+    return capture(make_model(name, seed), example.batch(4, 0)[0], loss=example.loss, name=name)
+
+
+def make_plan(
+    graph: LayerGraph,
+    replicas: Sequence[int],
+    rows: int,
+    num_micro_batches: int,
+    schedule: str = "early-backward",
+    **changes: Any,
+) -> Plan:
+    """An even split of the layers over stages with these replica counts."""
+    devices = sum(replicas)
+    stages, first = [], 0
+    warmup = warmup_counts(len(replicas), num_micro_batches)
+    cuts = [round(i * graph.num_layers / len(replicas)) for i in range(len(replicas) + 1)]
+    for s, count in enumerate(replicas):
+        stages.append(
+            StagePlan(
+                start=cuts[s],
+                stop=cuts[s + 1],
+                devices=tuple(range(first, first + count)),
+                warmup=warmup[s],
+            )
+        )
+        first += count
+    kind = DeviceKind(name="test", memory=2**30)
+    machines = Machines(devices=devices, kind=kind, inside=Link(bandwidth=1e9))
+    return Plan(
+        model=graph.name,
+        global_batch_size=rows,
+        micro_batch_size=-(-rows // num_micro_batches),
+        num_micro_batches=num_micro_batches,
+        schedule=schedule,
+        stages=tuple(stages),
+        cluster=Cluster(name="test", machines=(machines,)),
+        **changes,
+    )
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+}
+
+
+def reference(name: str, rows: int, optimizer: str, steps: int = STEPS) -> tuple[Any, list[float]]:
+    """Parameters and losses of one process that takes the global batch whole."""
+    example = EXAMPLES[name]
+    model = make_model(name)
+    update = OPTIMIZERS[optimizer](list(model.parameters()))
+    losses = []
+    for step in range(steps):
+        inputs, targets = example.batch(rows, step)
+        update.zero_grad()
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        if isinstance(inputs, dict):
+            output = model(**inputs)
+        else:
+            output = model(*(inputs if isinstance(inputs, tuple) else (inputs,)))
+        loss = output["loss"] if example.loss is None else example.loss(output, targets)
+        loss.backward()
+        update.step()
+        losses.append(loss.item())
+    return {n: p.detach() for n, p in model.state_dict().items()}, losses
+
+
+def train_graph(
+    graph: Any,
+    trainer_arguments: dict[str, Any],
+    name: str,
+    rows: int,
+    optimizer: str,
+    plan: Plan,
+) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """One rank's parameters and losses after a few steps of a plan."""
+    example = EXAMPLES[name]
+    trainer = Trainer(
+        graph,
+        plan,
+        OPTIMIZERS[optimizer],
+        weight=example.weight,
+        device=torch.device("cpu"),
+        record=False,
+        **trainer_arguments,
+    )
+    losses = [trainer.step(*example.batch(rows, step)).loss for step in range(STEPS)]
+    return {n: v.clone() for n, v in trainer.state_dict().items()}, losses
+
+
+def global_error(
+    ranks: Sequence[dict[str, torch.Tensor]], wanted: dict[str, torch.Tensor]
+) -> float:
+    """Largest difference of any parameter on any rank, over the largest parameter."""
+    found: set[str] = set()
+    worst = 0.0
+    for state in ranks:
+        found |= set(state)
+        worst = max([worst, *((v - wanted[n]).abs().max().item() for n, v in state.items())])
+    assert found == set(wanted), f"missing: {sorted(set(wanted) - found)}"
+    return worst / max(v.abs().max().item() for v in wanted.values())
