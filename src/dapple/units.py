@@ -12,8 +12,9 @@ from dapple.errors import UnitError
 
 _PREFIXES = {"": 1, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _PREFIXES |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
-_NUMBER = re.compile(r"\s*([0-9.eE+]+(?:e-[0-9]+)?)\s*(\S*)\s*")
+# Per second, to divide by: 30 / 1e6 is the number nearest to 30 us, 30 * 1e-6 is not.
+_PER_SECOND = {"": 1.0, "s": 1.0, "ms": 1e3, "us": 1e6, "µs": 1e6, "ns": 1e9}
+_NUMBER = re.compile(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*(\S*)\s*")
 
 
 def parse_bytes(value: str | float, what: str = "size") -> int:
@@ -55,9 +56,9 @@ def parse_seconds(value: str | float, what: str = "time") -> float:
     3e-05
     """
     number, unit = _split(value, what, "30 us")
-    if unit and unit not in _SECONDS:
+    if unit not in _PER_SECOND:
         raise UnitError(f'{what} "{value}" has no known unit; write it like "30 us"')
-    return number * _SECONDS.get(unit, 1.0)
+    return number / _PER_SECOND[unit]
 
 
 def format_bytes(count: float) -> str:
