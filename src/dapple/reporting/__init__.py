@@ -1,1 +1,19 @@
-"""To be filled."""
+"""What people see of plans and timelines: tables, a drawing, and traces for Perfetto."""
+
+from dapple.reporting.drawing import pipeline_drawing
+from dapple.reporting.tables import (
+    Figure,
+    compared_figures,
+    plan_table,
+    predicted_against_measured,
+)
+from dapple.reporting.trace import chrome_trace
+
+__all__ = [
+    "Figure",
+    "chrome_trace",
+    "compared_figures",
+    "pipeline_drawing",
+    "plan_table",
+    "predicted_against_measured",
+]
