@@ -71,7 +71,7 @@ class LayerGraph:
     notes: tuple[str, ...]
     _model: nn.Module = field(repr=False)
     _training: Program = field(repr=False)
-    _evaluation: Program = field(repr=False)
+    _evaluation: Program | None = field(repr=False)
     _input_spec: pytree.TreeSpec = field(repr=False)
     _output_spec: pytree.TreeSpec = field(repr=False)
     _names: Mapping[str, str] = field(repr=False)
@@ -101,6 +101,11 @@ class LayerGraph:
                 f"layers {start}..{stop} are no stage of a model with {self.num_layers} layers"
             )
         program = self._training if training else self._evaluation
+        if program is None:
+            raise CaptureError(
+                f"{self.name} was captured without its evaluation mode; capture it with "
+                "evaluation=True"
+            )
         persistent = set(self._model.state_dict(keep_vars=True))
         return build_stage(program, start, stop, self._names, persistent)
 
@@ -187,6 +192,7 @@ def capture(
     loss: LossFunction | None = None,
     name: str | None = None,
     finer: bool = False,
+    evaluation: bool = True,
 ) -> LayerGraph:
     """Capture a model with example inputs.
 
@@ -198,6 +204,7 @@ def capture(
             dict or named tuple with "loss", or a tuple that starts with it).
         name: the model's name; its class name by default.
         finer: layers are leaf modules rather than blocks.
+        evaluation: also capture the evaluation mode, which takes as long again.
 
     Raises:
         CaptureError: export failed, or the example has fewer than 2 rows.
@@ -209,11 +216,13 @@ def capture(
     units = Units(model, finer)
     try:
         training, output_spec = _export(model.train(), arguments, keywords, rows, units)
-        evaluation, _ = _export(model.eval(), arguments, keywords, rows, units)
+        other = None
+        if evaluation:
+            other, _ = _export(model.eval(), arguments, keywords, rows, units)
     finally:
         model.train(was_training)
-    notes = _align(training, evaluation)
-    names = _first_names(model, training, evaluation)
+    notes = _align(training, other or training)
+    names = _first_names(model, training, other or training)
     specs = tuple(_input_spec(node.name, v, rows) for node, v in _pair(training, flat))
     graph = LayerGraph(
         name=name or type(model).__name__,
@@ -225,7 +234,7 @@ def capture(
         notes=tuple(notes),
         _model=model,
         _training=training,
-        _evaluation=evaluation,
+        _evaluation=other,
         _input_spec=input_spec,
         _output_spec=output_spec,
         _names=names,

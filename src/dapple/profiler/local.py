@@ -1,0 +1,209 @@
+"""Profiling on this machine with as many busy processes as will train."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import queue
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+from dapple.cluster import Cluster, DeviceKind, Link, Machines, load_cluster
+from dapple.errors import DappleError, InputError, RunError
+from dapple.graph import capture
+from dapple.profiler.links import measure_link
+from dapple.profiler.measured import DEFAULT_BATCH_SIZES, DEFAULT_ROUNDS, Report, measure_profile
+from dapple.records import ModelProfile, load_record
+from dapple.workload import Workload
+
+Factory = Callable[[], Workload]
+_SINGLE = Link(bandwidth=10e9)
+
+
+@dataclass(frozen=True)
+class ProfileRequest:
+    """What to measure.
+
+    Attributes:
+        factory: makes the workload; has to be picklable, such as a module's function or a
+            `functools.partial` of one.
+        devices: processes that are busy at the same time.
+        batch_sizes: rows to measure.
+        rounds: passes per batch size.
+        seed: of the model's weights.
+        finer: layers are leaf modules.
+        threads: threads of each process.
+    """
+
+    factory: Factory
+    devices: int = 1
+    batch_sizes: Sequence[int] = DEFAULT_BATCH_SIZES
+    rounds: int = DEFAULT_ROUNDS
+    seed: int = 0
+    finer: bool = False
+    threads: int = 1
+
+
+def profile_locally(
+    request: ProfileRequest, report: Report | None = None
+) -> tuple[ModelProfile, Cluster]:
+    """Profile a model on this machine and measure the links between its processes.
+
+    Args:
+        request: what to measure.
+        report: told (what, fraction done) from time to time.
+
+    Returns:
+        The profile, and this machine as a cluster of `devices` devices.
+
+    Raises:
+        InputError: a bad request, or the model can't be made or captured.
+        RunError: a measuring process died.
+    """
+    if request.devices < 1:
+        raise InputError(f"devices is {request.devices}; measure with at least 1 process")
+    with tempfile.TemporaryDirectory(prefix="dapple-profile-") as folder:
+        context = multiprocessing.get_context("spawn")
+        messages: Any = context.Queue()
+        running = multiprocessing.spawn(
+            _measure, (request, folder, messages), nprocs=request.devices, join=False
+        )
+        assert running is not None
+        try:
+            while not running.join(timeout=0.2):
+                _pass_on(messages, report)
+            _pass_on(messages, report)
+        except (
+            multiprocessing.ProcessRaisedException,
+            multiprocessing.ProcessExitedException,
+        ) as error:
+            raise _failure(folder, error) from error
+        profile = load_record(ModelProfile, Path(folder) / "profile.json")
+        return profile, load_cluster(str(Path(folder) / "cluster.toml"))
+
+
+def _pass_on(messages: Any, report: Report | None) -> None:
+    while True:
+        try:
+            what, fraction = messages.get_nowait()
+        except queue.Empty:
+            return
+        if report is not None:
+            report(what, fraction)
+
+
+def _failure(folder: str, error: Exception) -> DappleError:
+    note = Path(folder) / "input-error"
+    if note.exists():
+        return InputError(note.read_text(encoding="utf-8"))
+    lines = str(error).strip().splitlines()
+    return RunError(
+        f"a measuring process failed: {lines[-1] if lines else error}; "
+        "profile fewer devices or smaller batch sizes if memory ran out"
+    )
+
+
+def _measure(rank: int, request: ProfileRequest, folder: str, messages: Any) -> None:
+    torch.set_num_threads(request.threads)
+    store = dist.FileStore(str(Path(folder) / "store"), request.devices)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=request.devices)
+    report = (lambda what, fraction: messages.put((what, fraction))) if rank == 0 else None
+    try:
+        torch.manual_seed(request.seed)
+        workload = request.factory()
+        graph = capture(
+            workload.model,
+            workload.inputs(4),
+            loss=workload.loss,
+            name=workload.name,
+            finer=request.finer,
+            evaluation=False,
+        )
+        profile = measure_profile(
+            graph,
+            workload,
+            batch_sizes=request.batch_sizes,
+            rounds=request.rounds,
+            report=report,
+        )
+    except InputError as error:
+        (Path(folder) / "input-error").write_text(str(error), encoding="utf-8")
+        raise
+    link = measure_link() if request.devices > 1 else _SINGLE
+    if rank == 0:
+        profile.save(Path(folder) / "profile.json")
+        cluster = local_cluster(request.devices, link)
+        (Path(folder) / "cluster.toml").write_text(cluster.to_toml(), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def local_cluster(devices: int, link: Link) -> Cluster:
+    """This machine as a cluster: its memory divided by its devices."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    kind = DeviceKind(name="cpu", memory=total // devices)
+    group = Machines(devices=devices, kind=kind, inside=link)
+    return Cluster(name="local", machines=(group,), source="measured on this machine")
+
+
+def measure_local_cluster(devices: int) -> Cluster:
+    """This machine as a cluster of `devices` devices, its links measured now."""
+    from dapple.zoo import make_workload
+
+    factory = functools.partial(make_workload, "mlp")
+    request = ProfileRequest(factory, devices=devices, batch_sizes=(1,), rounds=1)
+    return profile_locally(request)[1]
+
+
+def load_factory(model: str, arguments: dict[str, Any]) -> Factory:
+    """What makes the workload that MODEL stands for: a zoo name or "module:function".
+
+    Raises:
+        InputError: no such module or function.
+    """
+    if ":" not in model:
+        from dapple.zoo import make_workload
+
+        return functools.partial(make_workload, model, **arguments)
+    return functools.partial(_from_module, model, arguments)
+
+
+def _from_module(model: str, arguments: dict[str, Any]) -> Workload:
+    function = load_function(model)
+    try:
+        workload = function(**arguments)
+    except TypeError as error:
+        raise InputError(f'"{model}" can not be called with {arguments}: {error}') from error
+    if not isinstance(workload, Workload):
+        raise InputError(
+            f'"{model}" returned a {type(workload).__name__}; it must return a dapple.Workload'
+        )
+    return workload
+
+
+def load_function(path: str) -> Callable[..., Any]:
+    """The function at "module:function".
+
+    Raises:
+        InputError: no such module or function.
+    """
+    module_name, _, name = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise InputError(
+            f'module "{module_name}" of "{path}" can not be imported: {error}; check the name, or '
+            "run from the folder that holds it"
+        ) from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise InputError(f'module "{module_name}" has no function "{name}"')
+    return function  # type: ignore[no-any-return]
