@@ -1,0 +1,471 @@
+"""Failure: a step completes on all ranks, or every rank ends within 10 s and says why.
+
+    progress = Progress(rank, stage)
+    monitor = Monitor.from_environment(progress)    # in the main thread
+    for batch in batches:
+        with monitor.guard():
+            ...                                     # progress.set("forward", 3), ...
+    monitor.close()                                 # returns when every rank has come here
+
+Two threads per rank do it, because the main thread may sit in a wait for a message that never comes:
+
+    heart     owns a client of the store: puts up this rank's heartbeat, reads the notice of a failure
+              and the heartbeats of others, decides, reports, ends the process
+    watchdog  waits for SIGTERM, and sees to it that the heart itself does not hang
+
+docs/failure.md tells what is detected, how fast, and what it cannot see.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from dapple.errors import RankFailure
+from dapple.runtime.ending import (
+    TerminationPipe,
+    end_process,
+    one_line,
+    print_line,
+    print_main_stack,
+    print_traceback,
+)
+from dapple.runtime.heartbeat import WAITING_ACTIONS, Beat, ProcessName, Progress, Pulses, Watch
+from dapple.runtime.noticeboard import Notice, NoticeBoard
+
+__all__ = ["Monitor", "Patience", "Progress"]
+
+# How many of the ranks after it, in a ring, a rank watches. Each dead group of up to this many is
+# seen by somebody at once, and the store's load grows with the ranks, not with their square.
+_WATCHED_RANKS = 8
+
+# What the libraries below say when the other end is gone. A word too many costs a doubtful failure
+# some seconds of looking for a better cause; a word too few names the wrong rank.
+_LOST_PEER_WORDS = (
+    "connection closed",
+    "connection reset",
+    "connection refused",
+    "broken pipe",
+    "timed out",
+    "timeout",
+    "socket",
+    "pair closure",
+    "remote process exited",
+    "remote error",
+    "nccl",
+)
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long the monitor waits for what. The defaults keep the promise of 10 s.
+
+    Attributes:
+        beat_seconds: between two heartbeats, and two looks for a notice. As old may be what the
+            others know of the last action of a rank that was killed.
+        look_seconds: between two looks at the heartbeats of others.
+        stale_seconds: silence after which a rank counts as failed, and so does the store. A beat is
+            late by some 0.1 s on a machine with every core busy, and by 1-2 s in an operation that
+            holds the interpreter's lock (an import, the collection of a large heap, the pickling of
+            a large object). Raise it for operations that hold the lock for longer; the promise of
+            10 s then grows with it.
+        quick_stale_seconds: the same once SIGTERM or a broken connection says that something died,
+            when the question is only who.
+        search_seconds: how long to look for the cause of SIGTERM or of a broken connection.
+        linger_seconds: how long the rank that reports a failure stays for the others to read it.
+        grace_seconds: how long a process may live after its guard() has raised.
+        stall_seconds: the run has stalled when no rank begins a new action for so long.
+    """
+
+    beat_seconds: float = 0.1
+    look_seconds: float = 0.5
+    stale_seconds: float = 5.0
+    quick_stale_seconds: float = 2.0
+    search_seconds: float = 4.0
+    linger_seconds: float = 1.5
+    grace_seconds: float = 3.0
+    stall_seconds: float = 600.0
+
+
+class Monitor:
+    """Watches over the ranks of one run; every rank makes one, in its main thread.
+
+    Args:
+        progress: what this rank does.
+        store_host, store_port: a torch TCPStore that all ranks reach.
+        world_size: number of ranks.
+        store_rank: the rank whose process hosts the store, None if the launcher does.
+        attempt: which restart of the job this is.
+        patience: the time limits, the same on every rank.
+
+    Raises:
+        RunError: the store cannot be reached.
+        ValueError: not in the main thread, where alone Python takes signals.
+    """
+
+    def __init__(
+        self,
+        progress: Progress,
+        store_host: str,
+        store_port: int,
+        world_size: int,
+        *,
+        store_rank: int | None = None,
+        attempt: str = "0",
+        patience: Patience | None = None,
+    ) -> None:
+        self._progress = progress
+        self._rank = progress.rank
+        self._world_size = world_size
+        self._store = f"{store_host}:{store_port}"
+        self._store_rank = store_rank
+        self._patience = patience or Patience()
+        self._process = ProcessName.own()
+        self._pulses = Pulses()
+        self._beat_watch, self._look_watch = self._new_watch(), self._new_watch()
+        self._watched = self._ranks_to_watch()
+        self._beats = 0
+        self._next_look = 0.0
+        self._seen_action = progress.now
+        self._action_seconds = 0.0
+        self._search_left_seconds = 0.0  # looking for a cause while positive
+        self._own: Notice | None = None  # guard() waits for the verdict on it
+        self._own_is_doubtful = False
+        self._notice: Notice | None = None  # the verdict
+        self._settled = threading.Event()  # the verdict is out, reported, and read by the others
+        self._closing = False
+        self._has_closed = False
+        self._over = threading.Event()  # the heart has ended
+        self._stopped = threading.Event()
+        self._wake = threading.Event()
+        self._reported = threading.Lock()  # taken by the first thread that reports, never freed
+
+        self._board = NoticeBoard(store_host, store_port, self._rank, attempt)
+        self._board.write_beat(self._beat())
+        self._pipe = TerminationPipe()
+        atexit.register(self._at_exit)
+        self._threads = [
+            threading.Thread(target=self._heart, name="dapple-heart", daemon=True),
+            threading.Thread(target=self._watchdog, name="dapple-watchdog", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @classmethod
+    def from_environment(cls, progress: Progress, patience: Patience | None = None) -> Monitor:
+        """The monitor of a process that torchrun, or any launcher with env:// variables, started."""
+        launcher_hosts_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return cls(
+            progress,
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            int(os.environ["WORLD_SIZE"]),
+            store_rank=None if launcher_hosts_store else 0,
+            attempt=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+            patience=patience,
+        )
+
+    # -- for the main thread
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        """Around a step: an exception ends the run on every rank, with its cause.
+
+        The rank that raised prints the traceback, every rank prints the line; what is raised needs
+        no more printing. A process that goes on regardless is ended after `grace_seconds`.
+
+        Raises:
+            RankFailure: the failure that ends the run. That is the exception of this rank, or,
+                if this rank merely lost a connection, the failure of the rank that broke it.
+        """
+        try:
+            yield
+        except RankFailure:
+            raise
+        except BaseException as error:
+            notice = self._settle(error, printed=not isinstance(error, Exception))
+            if not isinstance(error, Exception):
+                raise  # Ctrl-C and sys.exit() stay what they are
+            raise notice.failure() from None  # its traceback has been printed
+
+    def close(self) -> None:
+        """End the watch. Returns when every rank has called it, or at once after a failure.
+
+        So a failure of any rank before its close() still ends every rank with an error.
+        """
+        self._progress.set("close")
+        self._closing = True
+        self._wake.set()
+        self._over.wait()
+        self._stop()
+
+    def _settle(self, error: BaseException, *, printed: bool = False) -> Notice:
+        """Have the heart find out, put up and report why the run ends; returns the verdict."""
+        own = self._notice_about(self._beat(), one_line(error))
+        if self._over.is_set():
+            return self._notice or own
+        doubtful = _tells_of_a_lost_peer(error)
+        if not doubtful and not printed:
+            print_traceback(f"the exception of rank {self._rank}", error)
+        self._own_is_doubtful = doubtful
+        if doubtful:
+            self._search_left_seconds = self._patience.search_seconds
+        self._own = own
+        self._wake.set()
+        self._settled.wait()
+        notice = self._notice or own
+        if doubtful and not printed and notice == own:
+            print_traceback(f"the exception of rank {self._rank}", error)
+        return notice
+
+    def _at_exit(self) -> None:
+        """At the end of a process that did not close: an uncaught exception ends the run too.
+
+        Also ends the threads, which the interpreter would otherwise cut off inside of the store.
+        """
+        error: BaseException | None = getattr(sys, "last_value", None)
+        if error is not None and self._notice is None:
+            self._settle(error, printed=True)
+        self._stop()
+
+    def _stop(self) -> None:
+        atexit.unregister(self._at_exit)
+        self._over.set()
+        if self._stopped.is_set():
+            return
+        self._stopped.set()
+        self._wake.set()
+        self._pipe.wake()
+        for thread in self._threads:
+            thread.join(2.0)
+        self._pipe.close()
+
+    # -- the heart's thread
+
+    def _heart(self) -> None:
+        """Beat, look, and decide, until the run fails or every rank has called close()."""
+        try:
+            while not self._over.is_set():
+                if self._closing and self._all_have_closed():
+                    self._leave_in_order()
+                    break
+                self._beat_once()
+                if notice := self._board.notice() or self._own_notice() or self._look():
+                    self._end(notice)
+                    break
+                self._wake.wait(self._patience.beat_seconds)
+                self._wake.clear()
+        except Exception as error:  # whatever it is, without a heart nobody watches
+            self._lose_store(f"failed ({one_line(error)})")
+        self._over.set()
+
+    def _beat_once(self) -> None:
+        elapsed = self._beat_watch.lap(time.monotonic())
+        same = self._progress.now is self._seen_action
+        self._seen_action = self._progress.now
+        self._action_seconds = self._action_seconds + elapsed if same else 0.0
+        self._beats += 1
+        self._board.write_beat(self._beat())
+        if self._store_rank not in (None, self._rank):
+            # Its last action can't be asked for when it is gone, and the store with it.
+            self._pulses.see(self._board.read_beat(self._store_rank))
+
+    def _own_notice(self) -> Notice | None:
+        """The failure of this rank, unless another rank may be behind it."""
+        return self._board.post(self._own) if self._own and not self._own_is_doubtful else None
+
+    def _look(self) -> Notice | None:
+        """Look at the others now and then, and judge."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return None
+        self._next_look = now + self._patience.look_seconds
+        elapsed = self._look_watch.lap(now)
+        self._pulses.pass_time(elapsed)
+        searching = self._search_left_seconds > 0
+        for rank in range(self._world_size) if searching else self._watched:
+            if rank != self._rank:
+                self._pulses.see(self._board.read_beat(rank))
+        found = self._silent_rank(searching) or self._stall()
+        if found is None and searching:
+            self._search_left_seconds -= elapsed
+            if self._search_left_seconds <= 0:
+                found = self._own or self._termination()
+        return self._board.post(found) if found else None
+
+    def _beat(self) -> Beat:
+        action, micro_batch = self._progress.now
+        stage = self._progress.stage
+        seconds = self._action_seconds
+        return Beat(self._rank, self._beats, stage, action, micro_batch, seconds, self._process)
+
+    def _new_watch(self) -> Watch:
+        return Watch(2 * self._patience.look_seconds)
+
+    def _ranks_to_watch(self) -> list[int]:
+        ring = (self._rank + 1 + step for step in range(min(_WATCHED_RANKS, self._world_size - 1)))
+        return [rank % self._world_size for rank in ring]
+
+    def _silent_rank(self, searching: bool) -> Notice | None:
+        patience = self._patience
+        limit = patience.quick_stale_seconds if searching else patience.stale_seconds
+        silent = self._pulses.silent(limit, also_unstarted=searching)
+        if silent is None:
+            return None
+        beat, seconds = silent
+        cause = (
+            f"no heartbeat for {seconds:.1f} s: the process was killed, was stopped, or ended "
+            "without monitor.close()"
+            if beat.count >= 0
+            else "ended before it had started its monitor"
+        )
+        return self._notice_about(beat, cause)
+
+    def _stall(self) -> Notice | None:
+        """The notice that nothing moves any more, about a rank that does not wait for another."""
+        limit = self._patience.stall_seconds
+        if self._action_seconds < limit:
+            return None
+        others = (self._board.read_beat(r) for r in range(self._world_size) if r != self._rank)
+        beats = [self._beat(), *others]
+        if any(beat.action_seconds < limit for beat in beats):
+            return None  # that rank still gets on, and this one may have to wait for it
+        beat = max(
+            beats, key=lambda b: (b.action not in WAITING_ACTIONS, b.action_seconds, -b.rank)
+        )
+        return self._notice_about(
+            beat,
+            f"stalled: no rank has begun a new action for {self._action_seconds:.0f} s, and "
+            + (
+                "all wait for each other"
+                if beat.action in WAITING_ACTIONS
+                else "this one does not wait for another"
+            ),
+        )
+
+    def _termination(self) -> Notice:
+        return self._notice_about(
+            self._beat(), "SIGTERM: this process was told to end, and no rank had failed before"
+        )
+
+    def _notice_about(self, beat: Beat, cause: str) -> Notice:
+        return Notice(beat.rank, beat.stage, beat.micro_batch, beat.action, cause, self._rank)
+
+    def _all_have_closed(self) -> bool:
+        increase = 0 if self._has_closed else 1
+        self._has_closed = True
+        return self._board.count("closed", increase) >= self._world_size
+
+    def _leave_in_order(self) -> None:
+        """Leave a run that went well: the host of the store goes last."""
+        self._board.count("left", 1)
+        if self._rank == self._store_rank:
+            self._wait_for("left", self._world_size)
+
+    def _end(self, notice: Notice) -> None:
+        """Report the failure of the run, and end this process, or let guard() raise in it."""
+        self._notice = notice
+        if notice.rank == self._rank and self._own is None:
+            print_main_stack(f"where rank {self._rank} is")
+        self._report(notice)
+        with contextlib.suppress(RuntimeError, OSError):  # the store may go before this rank
+            self._board.count("ended", 1)
+            self._see_off(notice)
+        if self._own is None:
+            end_process(1)
+        self._settled.set()  # from here on the watchdog counts down
+
+    def _see_off(self, notice: Notice) -> None:
+        """Stay until the others know, if they depend on this rank; end a failed process that can't.
+
+        A stopped process does not act on SIGTERM, and a launcher waits long before it kills.
+        """
+        failed = self._board.read_beat(notice.rank).process
+        was_silent = notice.author != notice.rank
+        is_neighbour = was_silent and failed.is_on(self._process.machine)
+        knows = not is_neighbour or failed.can_act()  # or will never, and need not be waited for
+        if is_neighbour or self._rank in (notice.author, self._store_rank):
+            all_know = self._wait_for("ended", self._world_size - (0 if knows else 1))
+            if is_neighbour and not (knows and all_know):
+                failed.kill()
+
+    def _wait_for(self, event: str, num_ranks: int) -> bool:
+        deadline = time.monotonic() + self._patience.linger_seconds
+        while self._board.count(event) < num_ranks:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        if self._rank == self._store_rank:
+            time.sleep(0.2)  # those who wait have to be told as well
+        return True
+
+    def _report(self, notice: Notice) -> None:
+        """Print the one line of this rank, once, whichever thread comes first."""
+        if self._reported.acquire(blocking=False):
+            print_line(f"{notice.failure()}; {self._signature()}")
+
+    def _signature(self) -> str:
+        stage = "" if self._progress.stage is None else f" (stage {self._progress.stage})"
+        return f"this is rank {self._rank}{stage}, last action: {self._progress.describe()}"
+
+    # -- the watchdog's thread
+
+    def _watchdog(self) -> None:
+        patience = self._patience
+        heart, watch = Pulses(), self._new_watch()
+        left_seconds = patience.linger_seconds + patience.grace_seconds
+        while not self._stopped.is_set():
+            if self._pipe.wait(patience.look_seconds):
+                if self._search_left_seconds <= 0:
+                    self._search_left_seconds = patience.search_seconds
+                self._wake.set()
+                left_seconds = min(left_seconds, patience.linger_seconds)
+            elapsed = watch.lap(time.monotonic())
+            heart.pass_time(elapsed)
+            heart.see(Beat(self._rank, self._beats))
+            if self._notice is not None:
+                left_seconds -= elapsed
+                if left_seconds <= 0:
+                    end_process(1)
+            elif heart.silent(patience.stale_seconds, also_unstarted=False):
+                self._lose_store(f"has not answered for {patience.stale_seconds:g} s")
+
+    def _lose_store(self, what: str) -> None:
+        """End this process: without the store nobody can be asked. From either thread."""
+        if self._notice is not None or self._over.is_set():
+            return
+        if self._own and not self._own_is_doubtful:
+            self._report(self._own)
+        elif self._store_rank not in (None, self._rank):
+            host = self._pulses.last(self._store_rank)
+            self._report(
+                self._notice_about(host, f"the store that it hosts at {self._store} {what}")
+            )
+            host.process.kill()  # it may be stopped, and nothing else would end it
+        elif self._reported.acquire(blocking=False):
+            print_line(
+                f"the run ends: the store at {self._store} {what}, so its host (the launcher of "
+                f"this run, or its machine) is gone or unreachable; {self._signature()}"
+            )
+        end_process(1)
+
+
+def _tells_of_a_lost_peer(error: BaseException) -> bool:
+    """The exception, or one that it comes from, may be the consequence of another rank's end."""
+    link: BaseException | None = error
+    while link is not None:
+        text = str(link).lower()
+        if isinstance(link, (ConnectionError, TimeoutError, dist.DistError)) or (
+            isinstance(link, RuntimeError) and any(word in text for word in _LOST_PEER_WORDS)
+        ):
+            return True
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    return False
