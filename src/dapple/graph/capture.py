@@ -19,6 +19,7 @@ from torch.export import Dim, export
 from torch.utils import _pytree as pytree
 
 from dapple.errors import CaptureError, InputError
+from dapple.graph.backwards import own_backwards_refused
 from dapple.graph.nodes import attribute
 from dapple.graph.normalise import normalise
 from dapple.graph.program import BoundaryTensor, Program
@@ -73,7 +74,7 @@ class LayerGraph:
     _training: Program = field(repr=False)
     _evaluation: Program | None = field(repr=False)
     _input_spec: pytree.TreeSpec = field(repr=False)
-    _output_spec: pytree.TreeSpec = field(repr=False)
+    _output_specs: Mapping[bool, pytree.TreeSpec] = field(repr=False)
     _names: Mapping[str, str] = field(repr=False)
 
     @property
@@ -86,9 +87,9 @@ class LayerGraph:
         names = self._training.parameters_of(layer)
         return {self._names[n]: attribute(self._training.module, n) for n in names}
 
-    def tensors(self) -> tuple[BoundaryTensor, ...]:
+    def tensors(self, training: bool = True) -> tuple[BoundaryTensor, ...]:
         """The tensors that are read by a later layer than their own, in graph order."""
-        return tuple(self._training.boundary_tensors().values())
+        return tuple(self._program(training).boundary_tensors().values())
 
     def stage(self, start: int, stop: int, training: bool = True) -> StageProgram:
         """Layers start..stop as a module that shares the model's parameters.
@@ -100,14 +101,8 @@ class LayerGraph:
             raise CaptureError(
                 f"layers {start}..{stop} are no stage of a model with {self.num_layers} layers"
             )
-        program = self._training if training else self._evaluation
-        if program is None:
-            raise CaptureError(
-                f"{self.name} was captured without its evaluation mode; capture it with "
-                "evaluation=True"
-            )
         persistent = set(self._model.state_dict(keep_vars=True))
-        return build_stage(program, start, stop, self._names, persistent)
+        return build_stage(self._program(training), start, stop, self._names, persistent)
 
     def uses_batch_statistics(self, start: int, stop: int) -> bool:
         """Some layer of the range normalises over the batch (BatchNorm)."""
@@ -144,15 +139,26 @@ class LayerGraph:
         """Rows of flattened inputs."""
         return next(int(named[s.name].shape[0]) for s in self.inputs if s.batched)
 
-    def unflatten_outputs(self, flat: Sequence[Any]) -> Any:
+    def unflatten_outputs(self, flat: Sequence[Any], training: bool = True) -> Any:
         """The model's own output structure from a stage's flat results."""
-        return pytree.tree_unflatten(list(flat), self._output_spec)
+        return pytree.tree_unflatten(list(flat), self._output_specs[training])
 
     def loss_of(self, output: Any, targets: Any) -> torch.Tensor:
-        """The loss of one piece: by the loss function, or out of the model's own output."""
-        if self.loss is not None:
-            return self.loss(output, targets)
-        return own_loss(output)
+        """The loss of one piece: by the loss function, or out of the model's own output.
+
+        Raises:
+            InputError: the loss function returns something else than a scalar.
+        """
+        if self.loss is None:
+            return own_loss(output)
+        loss = self.loss(output, targets)
+        if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+            shape = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise InputError(
+                f"the loss function returned {shape} instead of a scalar tensor; return the mean "
+                "over its rows, or over what `weight` counts"
+            )
+        return loss
 
     def fingerprint(self) -> str:
         """Identifies the model's layers, parameters and tensors; the weights don't count."""
@@ -184,6 +190,25 @@ class LayerGraph:
         """All parameters of the model by name, tied ones once, unused ones included."""
         return dict(self._model.named_parameters())
 
+    def unread(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers of the state_dict that no layer reads in training.
+
+        They stay as they were, but belong into a checkpoint.
+        """
+        state = self._model.state_dict(keep_vars=True)
+        read = {id(attribute(self._training.module, n)) for n in self._training.attributes()}
+        first = (names[0] for names in self.original_names().values())
+        return {n: state[n] for n in first if id(state[n]) not in read}
+
+    def _program(self, training: bool) -> Program:
+        program = self._training if training else self._evaluation
+        if program is None:
+            raise CaptureError(
+                f"{self.name} was captured without its evaluation mode; capture it with "
+                "evaluation=True"
+            )
+        return program
+
 
 def capture(
     model: nn.Module,
@@ -212,15 +237,20 @@ def capture(
     arguments, keywords = as_call(inputs)
     flat, input_spec = pytree.tree_flatten((arguments, keywords))
     rows = _example_rows(flat)
-    was_training = model.training
+    modes = {module: module.training for module in model.modules()}
     units = Units(model, finer)
     try:
-        training, output_spec = _export(model.train(), arguments, keywords, rows, units)
+        # A model in training mode is taken as it is: parts of it may be in evaluation mode for good.
+        if not model.training:
+            model.train()
+        training, output_spec = _export(model, arguments, keywords, rows, units)
+        output_specs = {True: output_spec}
         other = None
         if evaluation:
-            other, _ = _export(model.eval(), arguments, keywords, rows, units)
+            other, output_specs[False] = _export(model.eval(), arguments, keywords, rows, units)
     finally:
-        model.train(was_training)
+        for module, mode in modes.items():
+            module.training = mode
     notes = _align(training, other or training)
     names = _first_names(model, training, other or training)
     specs = tuple(_input_spec(node.name, v, rows) for node, v in _pair(training, flat))
@@ -236,7 +266,7 @@ def capture(
         _training=training,
         _evaluation=other,
         _input_spec=input_spec,
-        _output_spec=output_spec,
+        _output_specs=output_specs,
         _names=names,
     )
     if loss is None:
@@ -247,7 +277,7 @@ def capture(
 def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments from a tensor, a tuple or a dict."""
     if isinstance(inputs, dict):
-        return (), dict(inputs)
+        return (), {name: inputs[name] for name in sorted(inputs)}
     if isinstance(inputs, tuple | list):
         return tuple(inputs), {}
     return (inputs,), {}
@@ -303,7 +333,7 @@ def _export(
     shapes = pytree.tree_map(dynamic, (arguments, keywords))
     random = torch.get_rng_state()
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), own_backwards_refused():
             warnings.simplefilter("ignore")
             exported = export(
                 model,
@@ -313,6 +343,8 @@ def _export(
                 strict=False,
             )
             module = exported.module(check_guards=False)
+    except CaptureError:
+        raise
     except Exception as error:
         raise CaptureError(_export_failure(model, error)) from error
     finally:

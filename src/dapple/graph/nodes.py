@@ -75,6 +75,11 @@ def is_mutation(node: fx.Node) -> bool:
 
 def mutated_arguments(node: fx.Node) -> list[fx.Node]:
     """The arguments that a node writes into."""
+    inner = [n for n in _inner(node) if n.op == "placeholder"]
+    if inner:
+        written = {a for n in _inner(node) for a in mutated_arguments(n)}
+        given = [a for a in node.args if isinstance(a, fx.Node) and not _region(a)]
+        return [a for a, n in zip(given, inner, strict=True) if n in written]
     if updates_statistics(node):
         return [a for a in node.args[3:5] if isinstance(a, fx.Node)]
     if not is_mutation(node):
@@ -90,6 +95,8 @@ def mutated_arguments(node: fx.Node) -> list[fx.Node]:
 
 def updates_statistics(node: fx.Node) -> bool:
     """The node is a batch norm in training mode: it uses and updates statistics of all rows."""
+    if any(updates_statistics(inner) for inner in _inner(node)):
+        return True
     if not is_call(node) or "batch_norm" not in str(node.target):
         return False
     return any(argument is True for argument in node.args[5:6])
@@ -99,6 +106,8 @@ def is_random(node: fx.Node) -> bool:
     """The node draws random numbers."""
     if not is_call(node):
         return False
+    if any(is_random(inner) for inner in _inner(node)):
+        return True
     name = str(node.target)
     if name.startswith("aten.scaled_dot_product_attention"):
         return bool(_argument(node, 4, "dropout_p") or 0.0)
@@ -146,6 +155,23 @@ def needs_gradient(module: nn.Module, graph: fx.Graph) -> set[fx.Node]:
             if floating and any(a in found for a in node.all_input_nodes):
                 found.add(node)
     return found
+
+
+def _region(node: fx.Node) -> fx.GraphModule | None:
+    """The graph that a node stands for, if it is the body of a region such as autocast."""
+    owner = node.graph.owning_module
+    if node.op != "get_attr" or owner is None:
+        return None
+    value = attribute(owner, str(node.target))
+    return value if isinstance(value, fx.GraphModule) else None
+
+
+def _inner(node: fx.Node) -> list[fx.Node]:
+    """The nodes inside of a region that a node runs, such as autocast or no_grad."""
+    if not is_call(node) or isinstance(node.target, torch._ops.OpOverload):
+        return []
+    bodies = [_region(argument) for argument in node.all_input_nodes]
+    return [inner for body in bodies if body is not None for inner in body.graph.nodes]
 
 
 def _schema(node: fx.Node) -> Any:

@@ -106,6 +106,10 @@ class Program:
         """The nodes of layers start..stop in order of execution."""
         return [n for n, layer in self.layer_of.items() if start <= layer < stop]
 
+    def attributes(self) -> list[str]:
+        """Names in the graph of the parameters and buffers that it reads."""
+        return [str(n.target) for n in self.graph.nodes if n.op == "get_attr"]
+
     def merge(self, boundaries: Iterable[int]) -> None:
         """Join the layers before and after each boundary (boundary b lies before layer b)."""
         gone = set(boundaries)
@@ -169,13 +173,16 @@ class Program:
 
     def parameters_of(self, layer: int) -> list[str]:
         """Names in the graph of the parameters that a layer reads, in order of first use."""
+        sources = [s for n in self.nodes_of(layer, layer + 1) for s in n.all_input_nodes]
+        if layer == self.num_layers - 1:
+            # A parameter that the model returns as it is gets gradients from the loss.
+            sources += [v for v in self.outputs if isinstance(v, fx.Node)]
         found: dict[str, None] = {}
-        for node in self.nodes_of(layer, layer + 1):
-            for source in node.all_input_nodes:
-                if source.op == "get_attr" and isinstance(
-                    attribute(self.module, str(source.target)), nn.Parameter
-                ):
-                    found[str(source.target)] = None
+        for source in sources:
+            if source.op == "get_attr" and isinstance(
+                attribute(self.module, str(source.target)), nn.Parameter
+            ):
+                found[str(source.target)] = None
         return list(found)
 
     def uses_batch_statistics(self, start: int, stop: int) -> bool:
