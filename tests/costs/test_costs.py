@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 
 from dapple.cluster import Link, preset
 from dapple.costs import (
+    NO_CARD,
     CostModel,
     Network,
+    Route,
     bytes_at,
     overlaps,
     pipeline_costs,
@@ -136,15 +138,15 @@ def test_recomputed_ranges_add_their_forward_to_the_backward():
 def test_routes_of_the_paper_have_no_latency_and_no_card():
     """25 Gbit/s: 0.8 GB/s for each flow between machines, 40 GB/s inside."""
     network = Network(preset("config-a"), "paper")
-    assert network.route(0, 8) == (0.0, 0.8e9, -1, -1)
-    assert network.route(0, 1) == (0.0, 40e9, -1, -1)
+    assert network.route(0, 8) == Route(0.0, 0.8e9, NO_CARD, NO_CARD)
+    assert network.route(0, 1) == Route(0.0, 40e9, NO_CARD, NO_CARD)
 
 
 def test_routes_of_the_shared_model_name_their_cards():
     """Out of machine 1 and into machine 0; inside a machine there is none."""
     network = Network(preset("config-a"), "shared")
-    assert network.route(8, 0) == (30e-6, 0.8e9, 2, 1)
-    assert network.route(8, 9) == (5e-6, 40e9, -1, -1)
+    assert network.route(8, 0) == Route(30e-6, 0.8e9, 2, 1)
+    assert network.route(8, 9) == Route(5e-6, 40e9, NO_CARD, NO_CARD)
 
 
 def test_an_allreduce_of_one_device_or_no_bytes_takes_no_time():

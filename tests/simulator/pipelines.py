@@ -114,34 +114,39 @@ seconds = st.floats(0.01, 10.0)
 
 
 @st.composite
-def random_plans(draw: st.DrawFn, *, contended: bool) -> tuple[Plan, ModelProfile]:
+def random_plans(
+    draw: st.DrawFn, *, contended: bool, even: bool = False
+) -> tuple[Plan, ModelProfile]:
     """A profile with skips and tied layers, and a plan of up to four stages for it.
 
     Args:
         contended: machines hold several devices whose flows share a slow card; otherwise cards
             are so wide that no flow slows another one down.
+        even: replicas divide the rows, so that many of them run alike.
     """
     count = draw(st.integers(1, 4))
     num_layers = draw(st.integers(count, count + 2))
     cuts = draw(st.permutations(range(1, num_layers)))[: count - 1]
     ends = [*sorted(cuts), num_layers]
-    replicas = [draw(st.integers(1, 3)) for _ in range(count)]
+    replicas = [draw(st.sampled_from([1, 2, 4]) if even else st.integers(1, 3)) for _ in cuts]
+    replicas.append(draw(st.sampled_from([1, 2, 4]) if even else st.integers(1, 3)))
     micro_batches = draw(st.integers(1, 6))
     warmup = sorted((draw(st.integers(1, 6)) for _ in range(count)), reverse=True)
     profile = draw(random_profiles(num_layers))
-    devices = draw(st.integers(1, 3)) if contended else draw(st.integers(1, 2))
+    devices = draw(st.integers(1, 4)) if contended else draw(st.integers(1, 2))
+    batch = 4 * micro_batches * draw(st.integers(1, 2)) if even else draw(st.integers(1, 14))
     where = cluster(
         machines=-(-sum(replicas) // devices),
         devices=devices,
         bandwidth=draw(st.floats(0.5, 5.0)) if contended else 1e9,
-        flow_bandwidth=draw(st.none() | st.floats(0.5, 3.0)) if contended else 2.0,
+        flow_bandwidth=draw(st.none() | st.floats(0.1, 3.0)) if contended else 2.0,
         allreduce_bandwidth=draw(st.none() | st.floats(0.5, 3.0)) if contended else 3.0,
         latency=draw(st.sampled_from([0.0, 0.1])),
         inside=Link(bandwidth=7.0, latency=draw(st.sampled_from([0.0, 0.05]))),
         speed=draw(st.sampled_from([1.0, 2.0])),
     )
     made = plan(
-        replicas, draw(st.integers(1, 14)), micro_batches, where, warmup=warmup, cuts=ends,
+        replicas, batch, micro_batches, where, warmup=warmup, cuts=ends,
         schedule=draw(st.sampled_from(["early-backward", "gpipe"])),
         network_model="shared" if contended else draw(st.sampled_from(["shared", "paper"])),
     )  # fmt: skip

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from dapple.costs import CostModel, pipeline_costs
+from dapple.costs import CostModel, PipelineCosts, pipeline_costs
 from dapple.records import ModelProfile, Plan
-from dapple.simulator import simulate, step_seconds
+from dapple.simulator import Trace, simulate, step_seconds
 from dapple.simulator.events import run_events
-from dapple.simulator.simulation import run
+from dapple.simulator.static import run_static
 from tests.simulator.naive import naive_step_seconds
 from tests.simulator.oracle import World, oracle_step_seconds
 from tests.simulator.pipelines import random_plans
@@ -28,7 +29,7 @@ def test_unshared_steps_equal_the_longest_path_of_the_dependency_graph(case: Cas
     assert simulate(plan, profile, spans=False).step_seconds == pytest.approx(expected, rel=1e-9)
 
 
-@settings(max_examples=120)
+@settings(max_examples=100)
 @given(random_plans(contended=True))
 def test_shared_steps_equal_a_naive_simulation_without_heap_or_shortcuts(case: Case):
     """On pipelines whose flows and AllReduces fill the cards of their machines."""
@@ -41,33 +42,56 @@ def test_shared_steps_equal_a_naive_simulation_without_heap_or_shortcuts(case: C
 @given(random_plans(contended=False))
 def test_both_engines_give_the_same_times_when_nothing_is_shared(case: Case):
     """The static engine is a shortcut, not a second opinion."""
-    plan, profile = case
-    model = CostModel(profile, plan.cluster, plan.network_model)
-    costs = pipeline_costs(model, plan.stages, plan.global_batch_size, plan.num_micro_batches)
-    static = run(costs, "early-backward")
-    orders = [_order(plan, s) for s in range(plan.num_stages)]
-    events = run_events(dataclasses.replace(costs, contended={}), orders, costs.warmup)
-    for one, other in (
-        (static.forward_end, events.forward_end),
-        (static.backward_end, events.backward_end),
-        ([static.ends], [events.ends]),
-    ):
-        for here, there in zip(one, other, strict=True):
-            assert here == pytest.approx(there, rel=1e-9)
+    costs, orders = costs_of(case)
+    static = run_static(costs, orders, costs.warmup)
+    same_times(static, run_events(costs, orders, costs.warmup))
 
 
-def _order(plan: Plan, stage: int) -> tuple[int, ...]:
-    world = World(plan.model_copy(update={"schedule": "early-backward"}), None)  # type: ignore[arg-type]
-    return tuple(m if kind == "F" else ~m for kind, m in world.order(stage))
+@settings(max_examples=150)
+@given(random_plans(contended=False), st.floats(0, 1))
+def test_the_event_engine_can_take_over_at_any_moment(case: Case, share: float):
+    """From a static trace up to some time, the rest comes out the same."""
+    costs, orders = costs_of(case)
+    static = run_static(costs, orders, costs.warmup)
+    again = run_static(costs, orders, costs.warmup)
+    since = share * max(ends[-1] for ends in static.backward_end)
+    same_times(static, run_events(costs, orders, costs.warmup, trace=again, since=since))
 
 
-@settings(max_examples=50)
-@given(random_plans(contended=True))
+@settings(max_examples=150)
+@given(random_plans(contended=True, even=True) | random_plans(contended=True))
 def test_the_fast_path_gives_the_same_seconds(case: Case):
-    """`step_seconds` is `simulate` without spans and records."""
+    """`step_seconds` merges replicas that run alike; `simulate` runs every one."""
     plan, profile = case
     model = CostModel(profile, plan.cluster, plan.network_model)
     fast = step_seconds(
         model, plan.stages, plan.global_batch_size, plan.num_micro_batches, plan.schedule
     )
-    assert fast == simulate(plan, profile).step_seconds
+    assert fast == pytest.approx(simulate(plan, profile).step_seconds, rel=1e-9)
+
+
+def costs_of(case: Case) -> tuple[PipelineCosts, list[tuple[int, ...]]]:
+    """The costs of a plan and its early-backward orders, as the engines want them."""
+    plan, profile = case
+    plan = plan.model_copy(update={"schedule": "early-backward"})
+    model = CostModel(profile, plan.cluster, plan.network_model)
+    costs = pipeline_costs(model, plan.stages, plan.global_batch_size, plan.num_micro_batches)
+    world = World(plan, profile)
+    orders = [tuple(m if kind == "F" else ~m for kind, m in world.order(s)) for s in world.stages]
+    return costs, orders
+
+
+def same_times(one: Trace, other: Trace) -> None:
+    """Every computation, message and AllReduce at the same time."""
+    for here, there in (
+        (one.forward_end, other.forward_end),
+        (one.backward_end, other.backward_end),
+        ([one.ends], [other.ends]),
+    ):
+        for row, again in zip(here, there, strict=True):
+            assert row == pytest.approx(again, rel=1e-9)
+    for lanes in ("activations", "gradients"):
+        for row, again in zip(getattr(one, lanes), getattr(other, lanes), strict=True):
+            flat, same = [list(itertools.chain(*messages)) for messages in (row, again)]
+            assert flat == pytest.approx(same, rel=1e-9, abs=1e-12)
+    assert list(itertools.chain(*one.sums)) == pytest.approx(list(itertools.chain(*other.sums)))

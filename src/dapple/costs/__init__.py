@@ -15,6 +15,7 @@ from dapple.costs.model import CostModel, Crossing, recomputed_ranges
 from dapple.costs.network import NO_CARD, Network, Ring, Route
 from dapple.costs.pipeline import Channel, GradientSum, PipelineCosts, pipeline_costs
 from dapple.costs.rows import overlaps, split_rows
+from dapple.costs.symmetry import merge_equal_replicas
 
 __all__ = [
     "NO_CARD",
@@ -28,6 +29,7 @@ __all__ = [
     "Route",
     "StageMemory",
     "bytes_at",
+    "merge_equal_replicas",
     "overlaps",
     "pipeline_costs",
     "recomputed_ranges",

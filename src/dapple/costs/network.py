@@ -19,12 +19,16 @@ class Route(NamedTuple):
         rate: bytes per second of a flow that is alone.
         out_card, in_card: network cards that the flow shares with others; NO_CARD for none.
             Machine m has the cards 2 m (out of it) and 2 m + 1 (into it).
+        out_count, in_count: flows like this one on each card, itself among them; more than one
+            only where equal replicas were merged (`merge_equal_replicas`).
     """
 
     latency: float
     rate: float
     out_card: int = NO_CARD
     in_card: int = NO_CARD
+    out_count: int = 1
+    in_count: int = 1
 
     def seconds(self, size: float) -> float:
         """Seconds of a transfer of `size` bytes that shares nothing; none for no bytes."""

@@ -67,6 +67,7 @@ class PipelineCosts:
         optimizer: per unit the seconds of its update.
         contended: bytes per second of the network cards that the flows could fill; no flow can
             slow another one down on any other card.
+        crowded: messages alone could fill one of these cards, without any AllReduce.
     """
 
     num_micro_batches: int
@@ -85,6 +86,7 @@ class PipelineCosts:
     sums: tuple[GradientSum, ...]
     optimizer: tuple[float, ...]
     contended: dict[int, float]
+    crowded: bool
 
     @property
     def num_units(self) -> int:
@@ -128,6 +130,8 @@ def pipeline_costs(
     device_of = tuple(device for stage in stages for device in stage.devices)
     channels = _channels(model, stages, splits, first)
     sums = _gradient_sums(model, stages)
+    messages = [route for channel in channels for route in _routes_in_use(channel)]
+    rings = [route for part in sums for route in part.ring.between]
     return PipelineCosts(
         num_micro_batches=num_micro_batches,
         sizes=sizes,
@@ -148,18 +152,16 @@ def pipeline_costs(
             for stage in stages
             for device in stage.devices
         ),
-        contended=_contended_cards(model.network, channels, sums),
+        contended=_filled_cards(model.network, messages + rings),
+        crowded=bool(_filled_cards(model.network, messages)),
     )
 
 
-def _contended_cards(
-    network: Network, channels: Sequence[Channel], sums: Sequence[GradientSum]
-) -> dict[int, float]:
+def _filled_cards(network: Network, routes: Sequence[Route]) -> dict[int, float]:
+    """Cards and their bandwidths that flows along all these routes at once would fill."""
     # A channel carries at most one message per direction at a time (rule 3), so the flows on a
     # card never need more than the sum of what each reaches alone.
     needed: dict[int, float] = {}
-    routes = [route for channel in channels for route in _routes_in_use(channel)]
-    routes += [route for part in sums for route in part.ring.between]
     for route in routes:
         if route.out_card != NO_CARD:
             needed[route.out_card] = needed.get(route.out_card, 0.0) + route.rate

@@ -16,6 +16,6 @@ earlier ones. The other one is an event heap with network cards that flows share
 """
 
 from dapple.simulator.simulation import predict, simulate, step_seconds
-from dapple.simulator.trace import Trace, Transfer
+from dapple.simulator.trace import Trace
 
-__all__ = ["Trace", "Transfer", "predict", "simulate", "step_seconds"]
+__all__ = ["Trace", "predict", "simulate", "step_seconds"]

@@ -13,11 +13,16 @@ from typing import Any
 
 from dapple.costs import PipelineCosts, Route
 from dapple.simulator.flows import Cards, Flow
-from dapple.simulator.trace import Order, Trace, Transfer, deadlock
+from dapple.simulator.trace import Message, Order, Trace, deadlock
 
 
 def run_events(
-    costs: PipelineCosts, orders: Sequence[Order], windows: Sequence[int], record: bool = False
+    costs: PipelineCosts,
+    orders: Sequence[Order],
+    windows: Sequence[int],
+    *,
+    trace: Trace | None = None,
+    since: float = 0.0,
 ) -> Trace:
     """Run one step, with the cards in `costs.contended` shared by the flows on them.
 
@@ -25,13 +30,17 @@ def run_events(
         costs: seconds and bytes.
         orders: per stage what it computes.
         windows: per stage K_i of rule 4.
-        record: keep every transfer.
+        trace: what happens when nothing is shared; it is true up to `since` and is simulated
+            anew from there. None: start at 0.
+        since: seconds from the step's start.
 
     Raises:
         ScheduleError: the orders deadlock.
     """
-    engine = _Engine(costs, orders, windows, record)
-    engine.run()
+    engine = _Engine(costs, orders, windows, trace or Trace.of(costs))
+    if trace is not None:
+        engine.resume(since)
+    engine.run(since)
     return engine.trace
 
 
@@ -42,13 +51,14 @@ class _Lane:
         sender, receiver: the units.
         sizes: bytes per micro-batch size; None: nothing is sent.
         sent: ends of the sender's computations; message m exists once it is longer than m.
+        messages: those that have arrived.
         gradients: the lane carries gradients.
-        next: first micro-batch whose transfer has not started.
-        arrived: micro-batches below this one have arrived or are not sent at all.
+        next: first micro-batch whose message has not arrived.
+        busy, start: a transfer is under way, and since when.
     """
 
     __slots__ = (
-        "arrived", "busy", "cards", "gradients", "next", "receiver", "route", "sender", "sent",
+        "busy", "cards", "gradients", "messages", "next", "receiver", "route", "sender", "sent",
         "sizes", "start",
     )  # fmt: skip
 
@@ -58,6 +68,7 @@ class _Lane:
         receiver: _Unit,
         route: Route,
         sizes: tuple[float | None, ...],
+        messages: list[Message],
         gradients: bool,
         contended: Iterable[int],
     ) -> None:
@@ -66,12 +77,19 @@ class _Lane:
         self.route = route
         self.sizes = sizes
         self.sent = sender.returned if gradients else sender.ended
+        self.messages = messages
         self.gradients = gradients
-        self.cards = tuple(c for c in (route.out_card, route.in_card) if c in contended)
+        self.cards = _shared_cards(route, contended)
         self.next = 0
-        self.arrived = 0
         self.busy = False
         self.start = 0.0
+
+    def posted(self) -> bool:
+        """Whether the receiver has posted the receive of the next message: rules 4 and 5."""
+        unit, micro_batch = self.receiver, self.next
+        if self.gradients:
+            return len(unit.ended) > micro_batch and len(unit.returned) >= micro_batch - 1
+        return len(unit.returned) >= micro_batch - unit.window
 
 
 class _Unit:
@@ -101,42 +119,52 @@ class _Unit:
 
 class _Engine:
     def __init__(
-        self, costs: PipelineCosts, orders: Sequence[Order], windows: Sequence[int], record: bool
+        self, costs: PipelineCosts, orders: Sequence[Order], windows: Sequence[int], trace: Trace
     ) -> None:
-        count = costs.num_units
         self.costs = costs
-        self.trace = Trace([[] for _ in range(count)], [[] for _ in range(count)])
-        self.record = record
+        self.trace = trace
+        self.total = costs.num_micro_batches
+        self.first_small, self.last_size = costs.first_small, len(costs.sizes) - 1
         self.cards = Cards(costs.contended)
         self.heap: list[tuple[float, int, Callable[[float, Any], None], Any]] = []
         self.counter = 0
         self.units = [
-            _Unit(costs, number, orders[stage], windows[stage], self.trace)
+            _Unit(costs, number, orders[stage], windows[stage], trace)
             for number, stage in enumerate(costs.stage_of)
         ]
-        self._connect()
+        self.lanes: list[_Lane] = []
+        self.connect()
         # Per stage its units that still compute; per AllReduce its stages that still do.
         self.computing = [len(units) for units in costs.units_of]
         self.waiting = [len(part.stages) for part in costs.sums]
-        self.flows_left = [len(part.ring.between) for part in costs.sums]
-        self.sums_end = [0.0] * len(costs.sums)
         self.sums_start = [0.0] * len(costs.sums)
+        self.sums_end = [0.0] * len(costs.sums)
 
-    def _connect(self) -> None:
+    def connect(self) -> None:
         contended = self.costs.contended
-        for channel in self.costs.channels:
+        for number, channel in enumerate(self.costs.channels):
             source, target = self.units[channel.source], self.units[channel.target]
-            lane = _Lane(source, target, channel.route, channel.forward_bytes, False, contended)
+            lane = _Lane(
+                source, target, channel.route, channel.forward_bytes,
+                self.trace.activations[number], False, contended,
+            )  # fmt: skip
             source.outputs.append(lane)
             target.inputs.append(lane)
+            self.lanes.append(lane)
             if any(size is not None for size in channel.backward_bytes):
-                back = _Lane(target, source, channel.back, channel.backward_bytes, True, contended)
-                target.gradients_out.append(back)
-                source.gradients_in.append(back)
+                lane = _Lane(
+                    target, source, channel.back, channel.backward_bytes,
+                    self.trace.gradients[number], True, contended,
+                )  # fmt: skip
+                target.gradients_out.append(lane)
+                source.gradients_in.append(lane)
+                self.lanes.append(lane)
 
-    def run(self) -> None:
+    def run(self, now: float) -> None:
+        for lane in self.lanes:
+            self.try_send(now, lane)
         for unit in self.units:
-            self.try_compute(0.0, unit)
+            self.try_compute(now, unit)
         heap = self.heap
         while heap:
             time, _, action, what = heapq.heappop(heap)
@@ -151,7 +179,62 @@ class _Engine:
         self.counter += 1
         heapq.heappush(self.heap, (time, self.counter, action, what))
 
+    def size_of(self, micro_batch: int) -> int:
+        return 0 if micro_batch < self.first_small else self.last_size
+
+    # Starting in the middle: forget what ends later, and take up what was under way.
+
+    def resume(self, now: float) -> None:
+        finished = []
+        for unit in self.units:
+            self.resume_unit(now, unit)
+            if len(unit.returned) == self.total:
+                finished.append((unit.returned[-1], unit.stage))
+        for lane in self.lanes:
+            self.resume_lane(now, lane)
+        for time, stage in sorted(finished):
+            self.stage_done(time, stage)
+
+    def resume_unit(self, now: float, unit: _Unit) -> None:
+        next_end = {True: now, False: now}
+        for ends, forward in ((unit.ended, True), (unit.returned, False)):
+            while ends and ends[-1] >= now:
+                next_end[forward] = ends.pop()
+        unit.position = len(unit.ended) + len(unit.returned)
+        if unit.position == len(unit.order):
+            return
+        action = unit.order[unit.position]
+        end = next_end[action >= 0]
+        if end - self.seconds(unit, action) < now:
+            unit.busy = True
+            self.at(end, self.forward_ended if action >= 0 else self.backward_ended, unit)
+
+    def resume_lane(self, now: float, lane: _Lane) -> None:
+        messages = lane.messages
+        under_way = None
+        while messages and messages[-1][2] >= now:
+            message = messages.pop()
+            under_way = message if message[1] < now else None
+        lane.next = messages[-1][0] + 1 if messages else 0
+        if under_way is None:
+            return
+        lane.next, lane.start, end = under_way
+        lane.busy = True
+        size = lane.sizes[self.size_of(lane.next)] or 0.0
+        if not lane.cards or not size:
+            self.at(end, self.arrived, lane)
+            return
+        joins = lane.start + lane.route.latency
+        gone = lane.route.rate * max(0.0, now - joins)
+        flow = self.flow(lane, max(0.0, size - gone))
+        self.at(max(now, joins), self.flow_starts, flow)
+
     # Computations: rules 1, 2 and 6.
+
+    def seconds(self, unit: _Unit, action: int) -> float:
+        if action >= 0:
+            return unit.forward[self.size_of(action)]
+        return unit.backward[self.size_of(~action)]
 
     def try_compute(self, now: float, unit: _Unit) -> None:
         if unit.busy or unit.position == len(unit.order):
@@ -159,18 +242,15 @@ class _Engine:
         action = unit.order[unit.position]
         forward = action >= 0
         micro_batch = action if forward else ~action
+        size = self.size_of(micro_batch)
         for lane in unit.inputs if forward else unit.gradients_in:
-            if lane.arrived <= micro_batch and not self._silent(lane, micro_batch):
+            if lane.next <= micro_batch and lane.sizes[size] is not None:
                 return
-        size = self.costs.size_of(micro_batch)
         unit.busy = True
         if forward:
             self.at(now + unit.forward[size], self.forward_ended, unit)
         else:
             self.at(now + unit.backward[size], self.backward_ended, unit)
-
-    def _silent(self, lane: _Lane, micro_batch: int) -> bool:
-        return lane.sizes[self.costs.size_of(micro_batch)] is None
 
     def forward_ended(self, now: float, unit: _Unit) -> None:
         unit.busy = False
@@ -192,7 +272,7 @@ class _Engine:
             self.try_send(now, lane)
         for lane in unit.gradients_in:
             self.try_send(now, lane)
-        if len(unit.returned) == self.costs.num_micro_batches:
+        if len(unit.returned) == self.total:
             self.stage_done(now, unit.stage)
         self.try_compute(now, unit)
 
@@ -201,50 +281,42 @@ class _Engine:
     def try_send(self, now: float, lane: _Lane) -> None:
         if lane.busy:
             return
-        total = self.costs.num_micro_batches
-        while lane.next < total and self._silent(lane, lane.next):
+        while len(lane.sent) > lane.next and lane.posted():
+            size = lane.sizes[self.size_of(lane.next)]
+            if size is not None:
+                break
             lane.next += 1
-        if lane.next == total or len(lane.sent) <= lane.next or not self._posted(lane):
+        else:
             return
-        size = lane.sizes[self.costs.size_of(lane.next)]
-        assert size is not None, "silent micro-batches were skipped"
         lane.busy = True
         lane.start = now
         if not lane.cards or not size:
             self.at(now + lane.route.seconds(size), self.arrived, lane)
         else:
-            flow = Flow(lane.cards, lane.route.rate, size, lambda time: self.arrived(time, lane))
-            self.at(now + lane.route.latency, self.flow_starts, flow)
+            self.at(now + lane.route.latency, self.flow_starts, self.flow(lane, size))
 
-    @staticmethod
-    def _posted(lane: _Lane) -> bool:
-        unit, micro_batch = lane.receiver, lane.next
-        if lane.gradients:
-            return len(unit.ended) > micro_batch and len(unit.returned) >= micro_batch - 1
-        return len(unit.returned) >= micro_batch - unit.window
+    def flow(self, lane: _Lane, size: float) -> Flow:
+        return Flow(lane.cards, lane.route.rate, size, lambda time: self.arrived(time, lane))
 
     def arrived(self, now: float, lane: _Lane) -> None:
-        if self.record:
-            ends = lane.sender.number, lane.receiver.number
-            self.trace.transfers.append(Transfer(*ends, lane.next, lane.start, now))
+        lane.messages.append((lane.next, lane.start, now))
         lane.busy = False
         lane.next += 1
-        lane.arrived = lane.next
         self.try_send(now, lane)
         self.try_compute(now, lane.receiver)
 
     # Flows that share cards.
 
     def flow_starts(self, now: float, flow: Flow) -> None:
-        self._predict(now, self.cards.join(flow, now))
+        self.predict(now, self.cards.join(flow, now))
 
     def flow_ends(self, now: float, prediction: tuple[Flow, int]) -> None:
         flow, version = prediction
         if flow.version == version:
-            self._predict(now, self.cards.leave(flow, now))
+            self.predict(now, self.cards.leave(flow, now))
             flow.done(now)
 
-    def _predict(self, now: float, flows: Iterable[Flow]) -> None:
+    def predict(self, now: float, flows: Iterable[Flow]) -> None:
         for flow in flows:
             flow.version += 1
             self.at(now + flow.left / flow.rate, self.flow_ends, (flow, flow.version))
@@ -267,9 +339,7 @@ class _Engine:
         self.sums_end[number] = now
         size = part.size * part.ring.between_factor
         for route in part.ring.between:
-            cards = tuple(
-                card for card in (route.out_card, route.in_card) if card in self.costs.contended
-            )
+            cards = _shared_cards(route, self.costs.contended)
             if cards:
                 flow = Flow(cards, route.rate, size, lambda time: self.sum_flow_done(time, number))
                 self.at(now + route.latency, self.flow_starts, flow)
@@ -278,3 +348,9 @@ class _Engine:
 
     def sum_flow_done(self, now: float, number: int) -> None:
         self.sums_end[number] = max(self.sums_end[number], now)
+
+
+def _shared_cards(route: Route, contended: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """The route's contended cards, each with the number of flows like this one."""
+    ends = (route.out_card, route.out_count), (route.in_card, route.in_count)
+    return tuple((card, count) for card, count in ends if card in contended)

@@ -6,7 +6,13 @@ import functools
 from collections.abc import Sequence
 
 from dapple.cluster import Cluster
-from dapple.costs import CostModel, PipelineCosts, pipeline_costs, stage_memory
+from dapple.costs import (
+    CostModel,
+    PipelineCosts,
+    merge_equal_replicas,
+    pipeline_costs,
+    stage_memory,
+)
 from dapple.errors import PlanError
 from dapple.records import (
     ModelProfile,
@@ -45,16 +51,31 @@ def step_seconds(
         ScheduleError: the schedule is unknown, or the warm-ups deadlock.
     """
     costs = pipeline_costs(model, stages, global_batch_size, num_micro_batches)
-    return run(costs, schedule).step_seconds
+    return run(merge_equal_replicas(costs), schedule).step_seconds
 
 
-def run(costs: PipelineCosts, schedule: str, record: bool = False) -> Trace:
-    """Run the step by the engine that fits: static if no flows can share a card."""
+def run(costs: PipelineCosts, schedule: str) -> Trace:
+    """Run the step by the engine that fits.
+
+    Where only AllReduces can fill a card, nothing is shared until the first of them starts, and
+    the event heap is needed from there on only.
+    """
     total = costs.num_micro_batches
     windows = _windows(costs, schedule)
     orders = [_stage_order(schedule, total, warmup) for warmup in costs.warmup]
-    engine = run_events if costs.contended else run_static
-    return engine(costs, orders, windows, record)
+    if costs.crowded:
+        return run_events(costs, orders, windows)
+    trace = run_static(costs, orders, windows)
+    starts = [
+        start
+        for part, (start, _) in zip(costs.sums, trace.sums, strict=True)
+        if any(
+            r.out_card in costs.contended or r.in_card in costs.contended for r in part.ring.between
+        )
+    ]
+    if not starts:
+        return trace
+    return run_events(costs, orders, windows, trace=trace, since=min(starts))
 
 
 def simulate(
@@ -83,7 +104,7 @@ def simulate(
     model = _model(plan, profile, cluster, network_model)
     name = schedule or plan.schedule
     costs = _costs(plan, model)
-    trace = run(costs, name, record=spans)
+    trace = run(costs, name)
     ranks = _ranks(plan)
     order = sorted(range(costs.num_units), key=lambda unit: ranks[unit])
     peaks = _peak_bytes(plan, model, costs, name)
@@ -115,7 +136,7 @@ def predict(
     model = _model(plan, profile, cluster, network_model)
     name = schedule or plan.schedule
     costs = _costs(plan, model)
-    seconds = run(costs, name).step_seconds
+    seconds = run(merge_equal_replicas(costs), name).step_seconds
     peaks = _peak_bytes(plan, model, costs, name)
     return Predicted(
         step_seconds=seconds,

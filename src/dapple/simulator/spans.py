@@ -21,10 +21,10 @@ def make_spans(costs: PipelineCosts, trace: Trace, ranks: Sequence[int]) -> tupl
 
     Args:
         costs: whose stages and replicas.
-        trace: the engine's times, with transfers recorded.
+        trace: the engine's times.
         ranks: rank of each unit.
     """
-    rows = [*_computations(costs, trace), *_messages(trace), *_updates(costs, trace)]
+    rows = [*_computations(costs, trace), *_messages(costs, trace), *_updates(costs, trace)]
     # Unchecked construction: a large step has a million spans, and their values are our own.
     spans = [
         Span.model_construct(
@@ -58,10 +58,15 @@ def _computations(costs: PipelineCosts, trace: Trace) -> Iterator[_Row]:
                 yield unit, "backward", micro_batch, middle, end
 
 
-def _messages(trace: Trace) -> Iterator[_Row]:
-    for source, target, micro_batch, start, end in trace.transfers:
-        yield source, "send", micro_batch, start, end
-        yield target, "receive", micro_batch, start, end
+def _messages(costs: PipelineCosts, trace: Trace) -> Iterator[_Row]:
+    for number, channel in enumerate(costs.channels):
+        for source, target, messages in (
+            (channel.source, channel.target, trace.activations[number]),
+            (channel.target, channel.source, trace.gradients[number]),
+        ):
+            for micro_batch, start, end in messages:
+                yield source, "send", micro_batch, start, end
+                yield target, "receive", micro_batch, start, end
 
 
 def _updates(costs: PipelineCosts, trace: Trace) -> Iterator[_Row]:

@@ -11,34 +11,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dapple.costs import PipelineCosts, Route
-from dapple.simulator.trace import Order, Trace, Transfer, deadlock
+from dapple.simulator.trace import Message, Order, Trace, deadlock
 
 
-def run_static(
-    costs: PipelineCosts, orders: Sequence[Order], windows: Sequence[int], record: bool = False
-) -> Trace:
+def run_static(costs: PipelineCosts, orders: Sequence[Order], windows: Sequence[int]) -> Trace:
     """Run one step with transfers that do not slow each other down.
 
     Args:
         costs: seconds and bytes.
         orders: per stage what it computes.
         windows: per stage K_i of rule 4.
-        record: keep every transfer.
 
     Raises:
         ScheduleError: the orders deadlock.
     """
     count = costs.num_units
-    trace = Trace([[] for _ in range(count)], [[] for _ in range(count)])
+    trace = Trace.of(costs)
     units = _connect(costs, orders, windows, trace)
-    log = trace.transfers if record else None
     sweep = [units[number] for number in (*range(count), *range(count - 2, 0, -1))]
     waiting = count
     while waiting:
         before = waiting
         moved = False
         for unit in sweep:
-            if unit.position < unit.length and unit.advance(log):
+            if unit.position < unit.length and unit.advance():
                 moved = True
                 waiting -= unit.position == unit.length
         if not moved and waiting == before:
@@ -56,18 +52,20 @@ class _Lane:
     """One direction of a channel, as its receiver sees it.
 
     Attributes:
-        source: the sending unit.
         sent: ends of the sender's computations, by micro-batch; grows as the sender runs.
         seconds: of a transfer, per micro-batch size; None: nothing is sent.
+        messages: what was transferred so far.
         free: when the last transfer ended; the next one starts no earlier (rule 3).
     """
 
-    __slots__ = ("free", "seconds", "sent", "source")
+    __slots__ = ("free", "messages", "seconds", "sent")
 
-    def __init__(self, source: int, sent: list[float], seconds: tuple[float | None, ...]) -> None:
-        self.source = source
+    def __init__(
+        self, sent: list[float], seconds: tuple[float | None, ...], messages: list[Message]
+    ) -> None:
         self.sent = sent
         self.seconds = seconds
+        self.messages = messages
         self.free = 0.0
 
 
@@ -95,7 +93,7 @@ class _Unit:
         self.inputs: list[_Lane] = []
         self.gradients: list[_Lane] = []
 
-    def advance(self, log: list[Transfer] | None) -> bool:
+    def advance(self) -> bool:
         """Run computations until one waits for another unit; False if none could run."""
         order, position, clock = self.order, self.position, self.clock
         ended, returned = self.ended, self.returned
@@ -116,7 +114,7 @@ class _Unit:
                         posted = returned[micro_batch - 2]
             size = 0 if micro_batch < self.first_small else self.last_size
             if lanes:
-                arrival = self._receive(lanes, micro_batch, size, posted, log)
+                arrival = _receive(lanes, micro_batch, size, posted)
                 if arrival is None:
                     break
                 if arrival > clock:
@@ -127,30 +125,27 @@ class _Unit:
         self.position, self.clock = position, clock
         return position > begun
 
-    def _receive(
-        self,
-        lanes: list[_Lane],
-        micro_batch: int,
-        size: int,
-        posted: float,
-        log: list[Transfer] | None,
-    ) -> float | None:
-        """When the last message of a micro-batch has arrived; None if one is not sent yet."""
-        for lane in lanes:
-            if lane.seconds[size] is not None and len(lane.sent) <= micro_batch:
-                return None
-        last = 0.0
-        for lane in lanes:
-            seconds = lane.seconds[size]
-            if seconds is None:
-                continue
-            start = max(lane.sent[micro_batch], posted, lane.free)
-            lane.free = end = start + seconds
-            if end > last:
-                last = end
-            if log is not None:
-                log.append(Transfer(lane.source, self.number, micro_batch, start, end))
-        return last
+
+def _receive(lanes: list[_Lane], micro_batch: int, size: int, posted: float) -> float | None:
+    """When the last message of a micro-batch has arrived; None if one is not sent yet."""
+    for lane in lanes:
+        if lane.seconds[size] is not None and len(lane.sent) <= micro_batch:
+            return None
+    last = 0.0
+    for lane in lanes:
+        seconds = lane.seconds[size]
+        if seconds is None:
+            continue
+        start = lane.sent[micro_batch]
+        if posted > start:
+            start = posted
+        if lane.free > start:
+            start = lane.free
+        lane.free = end = start + seconds
+        lane.messages.append((micro_batch, start, end))
+        if end > last:
+            last = end
+    return last
 
 
 def _connect(
@@ -160,13 +155,13 @@ def _connect(
         _Unit(costs, number, orders[stage], windows[stage], trace)
         for number, stage in enumerate(costs.stage_of)
     ]
-    for channel in costs.channels:
+    for number, channel in enumerate(costs.channels):
         source, target = units[channel.source], units[channel.target]
         there = _seconds(channel.forward_bytes, channel.route)
         back = _seconds(channel.backward_bytes, channel.back)
-        target.inputs.append(_Lane(source.number, source.ended, there))
+        target.inputs.append(_Lane(source.ended, there, trace.activations[number]))
         if any(seconds is not None for seconds in back):
-            source.gradients.append(_Lane(target.number, target.returned, back))
+            source.gradients.append(_Lane(target.returned, back, trace.gradients[number]))
     return units
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from dapple.costs import PipelineCosts
 from dapple.errors import ScheduleError
@@ -12,14 +11,8 @@ Order = tuple[int, ...]
 """Computations of a stage in order: m is the forward of micro-batch m, ~m its backward."""
 
 
-class Transfer(NamedTuple):
-    """One message: from unit to unit, seconds from the step's start."""
-
-    source: int
-    target: int
-    micro_batch: int
-    start: float
-    end: float
+Message = tuple[int, float, float]
+"""Micro-batch, start and end of a transfer, in seconds from the step's start."""
 
 
 @dataclass(slots=True)
@@ -29,16 +22,25 @@ class Trace:
     Attributes:
         forward_end, backward_end: per unit and micro-batch; a computation starts at its end
             less its seconds.
-        transfers: all messages; empty unless they were asked for.
+        activations, gradients: per channel its messages in order.
         sums: start and end of each AllReduce of the costs.
         ends: per unit, the end of its optimizer update.
     """
 
     forward_end: list[list[float]]
     backward_end: list[list[float]]
-    transfers: list[Transfer] = field(default_factory=list)
+    activations: list[list[Message]]
+    gradients: list[list[Message]]
     sums: list[tuple[float, float]] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, costs: PipelineCosts) -> Trace:
+        """A trace with nothing in it yet."""
+        units, channels = range(costs.num_units), costs.channels
+        return cls(
+            [[] for _ in units], [[] for _ in units], [[] for _ in channels], [[] for _ in channels]
+        )
 
     @property
     def step_seconds(self) -> float:
