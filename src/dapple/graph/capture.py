@@ -160,6 +160,12 @@ class LayerGraph:
             )
         return loss
 
+    def loss_of_results(
+        self, results: Sequence[Any], targets: Any, *, training: bool
+    ) -> torch.Tensor:
+        """The loss of one piece from the last stage's flat results."""
+        return self.loss_of(self.unflatten_outputs(results, training), targets)
+
     def fingerprint(self) -> str:
         """Identifies the model's layers, parameters and tensors; the weights don't count."""
         parts: list[Any] = [self.name]

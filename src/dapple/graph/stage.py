@@ -11,7 +11,7 @@ import sympy
 import torch
 from torch import fx, nn
 
-from dapple.graph.nodes import attribute, is_call, is_random
+from dapple.graph.nodes import attribute, is_call, is_random, mutated_arguments
 from dapple.graph.program import BoundaryTensor, Program
 
 ROWS = "rows"
@@ -29,6 +29,7 @@ class StageProgram:
         makes: boundary tensors for later stages, in graph order.
         has_results: it is the last stage and returns the model's outputs.
         is_random: it draws random numbers (dropout).
+        writes_buffers: it writes into buffers (running statistics).
     """
 
     module: fx.GraphModule
@@ -37,6 +38,7 @@ class StageProgram:
     makes: tuple[BoundaryTensor, ...]
     has_results: bool
     is_random: bool
+    writes_buffers: bool
 
     def __call__(
         self, rows: int, inputs: Mapping[str, Any], received: Mapping[str, torch.Tensor]
@@ -131,6 +133,9 @@ class _StageBuilder:
             makes=tuple(tensors[n] for n in makes),
             has_results=last,
             is_random=any(is_random(n) for n in nodes),
+            writes_buffers=any(
+                program.roots[a].op == "get_attr" for n in nodes for a in mutated_arguments(n)
+            ),
         )
 
     def _closure(self, wanted: list[fx.Node]) -> set[fx.Node]:

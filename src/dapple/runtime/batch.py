@@ -10,10 +10,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from dapple.errors import InputError
-from dapple.graph import LayerGraph
 from dapple.runtime.layout import Layout
 
 WeightFunction = Callable[[Any, Any], float]
+LossOfResults = Callable[[tuple[Any, ...], Any], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Objective:
     """The loss of this rank's pieces: sum_i w_i loss_i / sum_i w_i (docs/semantics.md, Loss).
 
     Args:
-        graph: the captured model, which knows how its loss is computed.
+        loss_of: the loss of a piece from the model's flat outputs and the piece's targets.
         targets_of: the targets of a row range.
         weights: w_i of this rank's pieces by micro-batch.
         total: all weights of the global batch added up, available after `ready`.
@@ -48,13 +48,13 @@ class Objective:
 
     def __init__(
         self,
-        graph: LayerGraph,
+        loss_of: LossOfResults,
         targets_of: Callable[[slice], Any],
         weights: dict[int, float],
         total: torch.Tensor,
         ready: Callable[[], object],
     ) -> None:
-        self._graph = graph
+        self._loss_of = loss_of
         self._targets_of = targets_of
         self._weights = weights
         self._total = total
@@ -68,8 +68,7 @@ class Objective:
             # 0 x NaN is NaN: a piece without weight must not touch loss and gradients at all.
             return None
         self._ready()
-        output = self._graph.unflatten_outputs(results)
-        loss = self._graph.loss_of(output, self._targets_of(rows))
+        loss = self._loss_of(results, self._targets_of(rows))
         scaled = loss * (weight / self._total).to(loss.dtype)
         self._share += scaled.detach()
         return scaled
@@ -79,9 +78,11 @@ class Objective:
         """Some piece of this rank has weight."""
         return any(self._weights.values())
 
-    @property
     def share(self) -> torch.Tensor:
-        """What this rank's pieces have added to the loss of the global batch so far, a scalar."""
+        """What this rank's pieces add to the loss of the global batch, a scalar, after them all."""
+        # A rank whose pieces have no weight has not waited yet, and gloo wants every handle waited
+        # for.
+        self._ready()
         return self._share
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 
 def default_device() -> torch.device:
@@ -38,6 +39,28 @@ def random_state_kept(device: torch.device) -> Iterator[None]:
     devices = [] if device.type == "cpu" else [device.index or 0]
     with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
         yield
+
+
+@contextmanager
+def values_kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Leave tensors with the values that they had."""
+    saved = [(tensor, tensor.clone()) for tensor in tensors]
+    try:
+        yield
+    finally:
+        for tensor, value in saved:
+            tensor.copy_(value)
+
+
+def move_to(device: torch.device, *modules: nn.Module) -> None:
+    """Move parameters and buffers; modules that share a tensor share it afterwards too.
+
+    (`Module.to` would give each module a buffer of its own, and evaluation would not see the
+    running statistics of training.)
+    """
+    for module in modules:
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.data = tensor.data.to(device)
 
 
 def mixed_seed(place: tuple[int, ...]) -> int:

@@ -35,7 +35,9 @@ from dapple.runtime.process import (
     default_device,
     ensure_process_group,
     mixed_seed,
+    move_to,
     random_state_kept,
+    values_kept,
 )
 from dapple.runtime.recorder import Recorder
 from dapple.runtime.stage import StageRunner
@@ -50,8 +52,6 @@ OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 class Guard(Protocol):
     """Watches the other ranks while this one works (see runtime/failure.py)."""
 
-    progress: Progress
-
     def guard(self) -> AbstractContextManager[None]:
         """Report an exception inside to all ranks."""
 
@@ -59,11 +59,8 @@ class Guard(Protocol):
 class _Unwatched:
     """No watch: for a single process and for tests."""
 
-    class _Silent:
-        def set(self, action: str, micro_batch: int | None) -> None:
-            """Note nothing."""
-
-    progress: Progress = _Silent()
+    def set(self, action: str, micro_batch: int | None) -> None:
+        """Note nothing."""
 
     def guard(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -101,6 +98,7 @@ class Trainer:
         seed: for dropout: masks depend on seed, step, micro-batch, stage and first row.
         transport: the network; by default `torch.distributed`, set up by torchrun's environment.
         watch: watches the other ranks.
+        progress: where the last action is noted.
         record: note spans for `timeline`.
 
     Raises:
@@ -119,10 +117,12 @@ class Trainer:
         seed: int = 0,
         transport: Transport | None = None,
         watch: Guard | None = None,
+        progress: Progress | None = None,
         record: bool = True,
     ) -> None:
         _check_model(graph, plan)
         self._watch = watch or _Unwatched()
+        self._progress = progress or _Unwatched()
         self.device = device or default_device()
         if transport is None:
             ensure_process_group(self.device)
@@ -140,9 +140,12 @@ class Trainer:
         self._program = graph.stage(stage.start, stage.stop)
         self._evaluation = graph.stage(stage.start, stage.stop, training=False)
         self._release_other_stages()
-        for module in (self._program.module, self._evaluation.module):
-            module.to(self.device)
-        self._boundaries = Boundaries(self.topology, self._program.reads, self._program.makes)
+        move_to(self.device, self._program.module, self._evaluation.module)
+        # The two modes may compute other tensors, or the same ones under other names.
+        self._boundaries, self._evaluation_boundaries = (
+            Boundaries(self.topology, program.reads, program.makes)
+            for program in (self._program, self._evaluation)
+        )
         self._transport = transport or self._connect()
         trainable = {n: p for n, p in self._program.module.named_parameters() if p.requires_grad}
         self._gradients = GradientBuffers(
@@ -185,17 +188,18 @@ class Trainer:
             targets: as for `step`.
         """
         with self._watch.guard():
-            named, layout = self._prepare(inputs)
-            batch = self._batch(named, inputs, targets, layout)
+            named, layout = self._prepare(inputs, targets)
+            batch = self._batch(named, inputs, targets, layout, training=False)
             step = EvaluationStep(
                 self._transport,
                 layout,
                 StageRunner(self._evaluation),
-                self._boundaries,
+                self._evaluation_boundaries,
                 self.device,
-                self._watch.progress,
+                self._progress,
             )
-            with random_state_kept(self.device):
+            written = self._evaluation.module.buffers() if self._evaluation.writes_buffers else ()
+            with random_state_kept(self.device), values_kept(written):
                 step.run(batch)
             return self._global_loss(batch)
 
@@ -236,8 +240,7 @@ class Trainer:
         """This rank's parameters and buffers under all of the model's own names for them."""
         own = dict(self._program.module.state_dict(keep_vars=True))
         if self.topology.stage == 0:
-            everything = self._graph.parameters()
-            own |= {name: everything[name] for name in self._graph.unused_parameters}
+            own |= self._graph.unread()
         aliases = self._graph.original_names()
         return {
             alias: value.detach() for name, value in own.items() for alias in aliases.get(name, ())
@@ -257,7 +260,7 @@ class Trainer:
         folder = target.with_suffix(".sharded") if single else target
         folder.parent.mkdir(parents=True, exist_ok=True)
         with self._watch.guard():
-            self._watch.progress.set("save weights", None)
+            self._progress.set("save weights", None)
             checkpoint.save(
                 dict(self.state_dict()), checkpoint_id=folder, no_dist=not dist.is_initialized()
             )
@@ -268,8 +271,8 @@ class Trainer:
                 folder.rmdir()
 
     def _step(self, inputs: Any, targets: Any, update: bool) -> StepResult:
-        named, layout = self._prepare(inputs)
-        self._watch.progress.set("start of step", None)
+        named, layout = self._prepare(inputs, targets)
+        self._progress.set("start of step", None)
         if self._recorder_enabled():
             self._barrier()
         begin = time.perf_counter()
@@ -277,7 +280,7 @@ class Trainer:
         self._gradients.attach()
         if self._fresh:
             self._gradients.zero()
-        batch = self._batch(named, inputs, targets, layout)
+        batch = self._batch(named, inputs, targets, layout, training=True)
         step = TrainingStep(
             self._transport,
             layout,
@@ -285,7 +288,7 @@ class Trainer:
             self._runner,
             self._boundaries,
             self.device,
-            self._watch.progress,
+            self._progress,
             self._recorder,
             functools.partial(self._seeded, self._steps),
         )
@@ -300,21 +303,24 @@ class Trainer:
         return StepResult(loss, layout.global_batch_size, self.last_step_seconds)
 
     def _update(self) -> None:
-        self._watch.progress.set("allreduce", None)
+        self._progress.set("allreduce", None)
         with self._recorder.span("allreduce"):
             for pending in self._gradients.start_sums(self._transport):
                 pending.wait()
-        self._watch.progress.set("optimizer", None)
+        self._progress.set("optimizer", None)
         if self.optimizer is not None:
             with self._recorder.span("optimizer"):
                 self.optimizer.step()
 
-    def _prepare(self, inputs: Any) -> tuple[dict[str, Any], Layout]:
+    def _prepare(self, inputs: Any, targets: Any) -> tuple[dict[str, Any], Layout]:
         named = self._graph.flatten_inputs(inputs)
         layout = Layout(self.topology, self._graph.batch_size(named))
+        check_targets(targets, layout.global_batch_size)
         return named, layout
 
-    def _batch(self, named: dict[str, Any], inputs: Any, targets: Any, layout: Layout) -> Batch:
+    def _batch(
+        self, named: dict[str, Any], inputs: Any, targets: Any, layout: Layout, training: bool
+    ) -> Batch:
         wanted = set(self._program.reads_inputs) | set(self._evaluation.reads_inputs)
         placed = {
             name: value.to(self.device) if isinstance(value, torch.Tensor) else value
@@ -322,12 +328,13 @@ class Trainer:
             if name in wanted
         }
         batched = frozenset(spec.name for spec in self._graph.inputs if spec.batched)
-        objective = self._objective(inputs, targets, layout) if self.topology.is_last else None
+        objective = None
+        if self.topology.is_last:
+            objective = self._objective(inputs, targets, layout, training)
         return Batch(placed, batched, objective)
 
-    def _objective(self, inputs: Any, targets: Any, layout: Layout) -> Objective:
+    def _objective(self, inputs: Any, targets: Any, layout: Layout, training: bool) -> Objective:
         rows = layout.global_batch_size
-        check_targets(targets, rows)
 
         def targets_of(where: slice) -> Any:
             piece = rows_of(targets, where, rows)
@@ -336,14 +343,15 @@ class Trainer:
         weights = piece_weights(layout, self._weight, inputs, targets)
         total = torch.tensor(sum(weights.values()), dtype=torch.float64).to(self.device)
         pending = self._transport.sum(total, self.topology.ranks[-1])
-        return Objective(self._graph, targets_of, weights, total, functools.cache(pending.wait))
+        loss_of = functools.partial(self._graph.loss_of_results, training=training)
+        return Objective(loss_of, targets_of, weights, total, functools.cache(pending.wait))
 
     def _global_loss(self, batch: Batch) -> float:
         # (share of the loss, pieces with weight): ranks without the loss add zeros.
-        self._watch.progress.set("sum of the loss", None)
+        self._progress.set("allreduce", None)
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         if batch.objective is not None:
-            sums[0] = batch.objective.share
+            sums[0] = batch.objective.share()
             sums[1] = float(batch.objective.has_weight)
         self._transport.sum(sums, tuple(range(self._transport.world_size))).wait()
         loss, pieces = sums.tolist()
@@ -384,7 +392,8 @@ class Trainer:
         groups += [topology.holders([layer for layer, _ in g]) for g in self._graph.tied]
         pairs = {
             (topology.stage_of_layer(t.producer), topology.stage_of_layer(consumer))
-            for t in self._graph.tensors()
+            for training in (True, False)
+            for t in self._graph.tensors(training)
             for consumer in t.consumers
         }
         different = sorted((a, b) for a, b in pairs if a != b)
@@ -392,11 +401,10 @@ class Trainer:
 
     def _release_other_stages(self) -> None:
         own = {id(t) for t in self._program.module.state_dict(keep_vars=True).values()}
-        own |= {id(t) for t in self._program.module.buffers()}
-        own |= {id(t) for t in self._evaluation.module.buffers()}
+        for module in (self._program.module, self._evaluation.module):
+            own |= {id(t) for t in (*module.parameters(), *module.buffers())}
         if self.topology.stage == 0:
-            everything = self._graph.parameters()
-            own |= {id(everything[name]) for name in self._graph.unused_parameters}
+            own |= {id(t) for t in self._graph.unread().values()}
         self._graph.release(own)
 
     def _resident(self) -> Iterable[torch.Tensor]:
