@@ -1,1 +1,1 @@
-"""To be filled."""
+"""The command line: one file per verb."""

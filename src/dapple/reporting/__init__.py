@@ -1,6 +1,7 @@
 """What people see of plans and timelines: tables, a drawing, and traces for Perfetto."""
 
 from dapple.reporting.drawing import pipeline_drawing
+from dapple.reporting.profiles import profile_table
 from dapple.reporting.tables import (
     Figure,
     compared_figures,
@@ -16,4 +17,5 @@ __all__ = [
     "pipeline_drawing",
     "plan_table",
     "predicted_against_measured",
+    "profile_table",
 ]

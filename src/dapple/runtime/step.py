@@ -92,7 +92,7 @@ class TrainingStep:
         rows = self._layout.rows(micro_batch)
         self._forwards_done += 1
         if rows:
-            self._progress.set("receive activations", micro_batch)
+            self._progress.set("receive", micro_batch)
             with self._recorder.span("receive", micro_batch):
                 received = self._exchange.take_inputs(micro_batch)
             self._progress.set("forward", micro_batch)
@@ -112,7 +112,7 @@ class TrainingStep:
     def _backward(self, action: Action) -> None:
         micro_batch = action.micro_batch
         if self._layout.rows(micro_batch):
-            self._progress.set("receive gradients", micro_batch)
+            self._progress.set("receive", micro_batch)
             with self._recorder.span("receive", micro_batch):
                 gradients = self._exchange.take_gradients(micro_batch)
             self._progress.set("backward", micro_batch)

@@ -1,0 +1,74 @@
+"""`dapple plan`: the best plan for a profile on a cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dapple.cli import common
+
+
+def plan(
+    profile: Annotated[str, typer.Option("--profile", help="A profile file.")],
+    cluster: Annotated[
+        str, typer.Option("--cluster", help="A cluster file, a preset, or local:2.")
+    ],
+    global_batch_size: Annotated[int, typer.Option("--global-batch-size", help="Rows of a step.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Where the plan goes.")
+    ] = None,
+    micro_batch_size: Annotated[
+        int | None, typer.Option(help="Rows of a micro-batch; chosen by default.")
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(help='Memory of each device, such as "110 MiB".')
+    ] = None,
+    planner: Annotated[str, typer.Option(help="dapple, or a baseline: dp, straight, even.")] = (
+        "dapple"
+    ),
+    optimizer: Annotated[str, typer.Option(help="Whose state takes memory.")] = "adamw",
+    schedule: Annotated[str, typer.Option(help="early-backward or gpipe.")] = "early-backward",
+    network_model: Annotated[
+        str | None, typer.Option(help="shared or paper; the cluster's by default.")
+    ] = None,
+    profile_batch_size: Annotated[
+        int | None, typer.Option(help="Batch size of a text profile.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+) -> None:
+    """Find the plan with the shortest step that fits the devices' memory.
+
+    Example: dapple plan --profile profile.json --cluster config-a --global-batch-size 64 -o plan.json
+    """
+    from dapple.planner import search
+    from dapple.reporting import pipeline_drawing, plan_table
+    from dapple.simulator import simulate
+
+    costs = common.read_profile(profile, profile_batch_size)
+    machines = common.find_cluster(cluster)
+    if memory is not None:
+        machines = machines.with_memory(memory)
+    result = search(
+        costs,
+        machines,
+        global_batch_size,
+        micro_batch_size=micro_batch_size,
+        planner=planner,
+        optimizer=optimizer,
+        schedule=schedule,
+        network_model=network_model,
+    )
+    if output is not None:
+        result.plan.save(output)
+    if as_json:
+        common.print_json(result.plan.model_dump(mode="json", exclude_none=True))
+        return
+    console = common.console()
+    for refusal in result.refusals:
+        console.print(str(refusal))
+    console.print(plan_table(result.plan))
+    console.print(pipeline_drawing(simulate(result.plan, costs), width=console.width))
+    if output is not None:
+        console.print(f"plan written to {output}")

@@ -1,0 +1,54 @@
+"""`dapple simulate`: what a plan's step will look like."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dapple.cli import common
+
+
+def simulate(
+    plan: Annotated[str, typer.Argument(help="A plan file.")],
+    profile: Annotated[str, typer.Option("--profile", help="The profile it was made from.")],
+    cluster: Annotated[
+        str | None, typer.Option(help="Another cluster than the plan's own.")
+    ] = None,
+    schedule: Annotated[str | None, typer.Option(help="Another schedule than the plan's.")] = None,
+    network_model: Annotated[str | None, typer.Option(help="shared or paper.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write a trace that opens in Perfetto.")
+    ] = None,
+    profile_batch_size: Annotated[
+        int | None, typer.Option(help="Batch size of a text profile.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the timeline as JSON.")] = False,
+) -> None:
+    """Simulate one step of a plan: times, bubbles, memory.
+
+    Example: dapple simulate plan.json --profile profile.json --schedule gpipe --trace step.json
+    """
+    from dapple.records import Plan, load_record
+    from dapple.reporting import chrome_trace, pipeline_drawing, plan_table
+    from dapple.simulator import predict
+    from dapple.simulator import simulate as run
+
+    found = load_record(Plan, plan)
+    costs = common.read_profile(profile, profile_batch_size)
+    machines = common.find_cluster(cluster) if cluster is not None else None
+    timeline = run(found, costs, schedule=schedule, cluster=machines, network_model=network_model)
+    if trace is not None:
+        common.write_json(trace, chrome_trace(timeline))
+    if as_json:
+        common.print_json(timeline.model_dump(mode="json", exclude_none=True))
+        return
+    predicted = predict(
+        found, costs, schedule=schedule, cluster=machines, network_model=network_model
+    )
+    console = common.console()
+    console.print(plan_table(found.model_copy(update={"predicted": predicted})))
+    console.print(pipeline_drawing(timeline, width=console.width))
+    if trace is not None:
+        console.print(f"trace written to {trace}; open it in Perfetto")

@@ -1,0 +1,209 @@
+"""`dapple train`: profile, plan and train what a job file says."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dapple.cli import common
+from dapple.errors import InputError, PlanError, RunError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from dapple.cluster import Cluster
+    from dapple.job import Job
+    from dapple.planner import SearchResult
+    from dapple.records import ModelProfile, Plan
+
+NO_LIMIT = "without-memory-limit"
+
+
+def train(
+    job: Annotated[Path, typer.Argument(help="A job file.")],
+    plan: Annotated[
+        Path | None, typer.Option(help="A plan file, instead of the one the job names.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps, instead of the job's.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder, instead of the job's.")] = None,
+) -> None:
+    """Profile, plan and train what a job file says; starts torchrun unless it runs under it.
+
+    Example: dapple train examples/demo.toml
+    """
+    common.require_torch("train")
+    from dapple.job import load_job
+    from dapple.runtime.launch import under_torchrun
+
+    found = load_job(job)
+    count = found.training.steps if steps is None else steps
+    if count < 1:
+        raise InputError(f"--steps is {count}; train at least 1 step")
+    folder = output or Path(found.folder)
+    if under_torchrun():
+        _train_here(found, plan, folder, count)
+    else:
+        _Session(job, found, folder, count).run(plan)
+
+
+def _train_here(job: Job, plan_file: Path | None, folder: Path, steps: int) -> None:
+    """One rank of a run."""
+    from dapple.records import Plan, load_record
+    from dapple.runtime.worker import run_job
+
+    path = plan_file or (None if job.plan.file == "auto" else Path(job.plan.file))
+    if path is None:
+        raise PlanError(
+            "under torchrun all ranks need one plan file; make it with `dapple plan` and pass "
+            "--plan, or run `dapple train` without torchrun"
+        )
+    save = folder.name != NO_LIMIT
+    with common.step_progress(steps) as report:
+        run_job(job, load_record(Plan, path), folder, steps, save=save, report=report)
+
+
+class _Session:
+    """Profile, plan, start torchrun, compare: what one `dapple train` on this machine does."""
+
+    def __init__(self, path: Path, job: Job, folder: Path, steps: int) -> None:
+        self._path = path
+        self._job = job
+        self._folder = folder
+        self._steps = steps
+        self._console: Console = common.console()
+
+    def run(self, plan_file: Path | None) -> None:
+        """Everything, in order."""
+        from dapple.records import Plan, load_record
+
+        self._check_data()
+        path = plan_file or (None if self._job.plan.file == "auto" else Path(self._job.plan.file))
+        if path is not None:
+            self._train(load_record(Plan, path), self._folder, self._steps)
+            return
+        profile, cluster = self._profile()
+        limited = cluster
+        if self._job.cluster.memory is not None:
+            limited = cluster.with_memory(self._job.cluster.memory)
+        result = self._plan(profile, limited, self._folder)
+        measured = self._train(result.plan, self._folder, self._steps)
+        extra = self._job.training.steps_without_memory_limit
+        if extra and self._job.cluster.memory is not None:
+            self._compare(profile, cluster, result.plan, measured, extra)
+
+    def _check_data(self) -> None:
+        # Before minutes of profiling: the data can be loaded and gives a batch.
+        from dapple.runtime.worker import batches
+
+        next(batches(self._job, "train"))
+
+    def _profile(self) -> tuple[ModelProfile, Cluster]:
+        from dapple.cluster import load_cluster
+        from dapple.profiler.local import ProfileRequest, load_factory, profile_locally
+
+        job = self._job
+        request = ProfileRequest(
+            factory=load_factory(job.model.factory, job.model.arguments),
+            devices=job.cluster.devices,
+            batch_sizes=job.plan.profile_batch_sizes,
+            seed=job.training.seed,
+        )
+        with common.progress("profiling") as report:
+            profile, local = profile_locally(request, report)
+        profile.save(self._folder / "profile.json")
+        cluster = local if job.cluster.name == "local" else load_cluster(job.cluster.name)
+        common.save_cluster(cluster, self._folder / "cluster.toml")
+        self._console.print(
+            f"profiled {profile.num_layers} layers with {profile.concurrency} processes busy: "
+            f"{self._folder / 'profile.json'}"
+        )
+        return profile, cluster
+
+    def _plan(self, profile: ModelProfile, cluster: Cluster, folder: Path) -> SearchResult:
+        from dapple.planner import search
+        from dapple.reporting import pipeline_drawing, plan_table
+        from dapple.simulator import simulate
+
+        job = self._job
+        result = search(
+            profile,
+            cluster,
+            job.training.global_batch_size,
+            micro_batch_size=job.plan.micro_batch_size,
+            planner=job.plan.planner,
+            optimizer=job.optimizer.name,
+            schedule=job.plan.schedule,
+        )
+        result.plan.save(folder / "plan.json")
+        for refusal in result.refusals:
+            self._console.print(str(refusal))
+        self._console.print(plan_table(result.plan))
+        timeline = simulate(result.plan, profile)
+        self._console.print(pipeline_drawing(timeline, width=self._console.width))
+        return result
+
+    def _train(self, plan: Plan, folder: Path, steps: int) -> float:
+        """Train under torchrun and compare with the prediction; the median step's seconds."""
+        from dapple.records import Timeline, load_record
+        from dapple.reporting import chrome_trace, predicted_against_measured
+        from dapple.runtime.launch import launch
+
+        plan_file = folder / "plan.json"
+        plan.save(plan_file)
+        (folder / "timeline.json").unlink(missing_ok=True)
+        arguments = ["train", str(self._path), f"--plan={plan_file}", f"--steps={steps}"]
+        launch(plan.num_devices, "dapple", [*arguments, f"--output={folder}"])
+        rows = _metrics(folder)
+        self._print_losses(rows)
+        seconds = [r["seconds"] for r in rows if "seconds" in r and (r["step"] > 2 or steps <= 2)]
+        median: float = statistics.median(seconds)
+        if (folder / "timeline.json").exists():
+            measured = load_record(Timeline, folder / "timeline.json")
+            common.write_json(folder / "trace.json", chrome_trace(measured))
+            if plan.predicted is not None:
+                whole_run = measured.model_copy(update={"step_seconds": median})
+                self._console.print(predicted_against_measured(plan, whole_run))
+        return median
+
+    def _print_losses(self, rows: list[dict[str, Any]]) -> None:
+        trained = [r["loss"] for r in rows if "loss" in r]
+        valid = [r["validation_loss"] for r in rows if "validation_loss" in r]
+        if trained:
+            self._console.print(f"training loss {trained[0]:.3f} -> {trained[-1]:.3f}")
+        if valid:
+            self._console.print(f"validation loss {valid[0]:.3f} -> {valid[-1]:.3f}")
+
+    def _compare(
+        self,
+        profile: ModelProfile,
+        cluster: Cluster,
+        limited: Plan,
+        limited_seconds: float,
+        steps: int,
+    ) -> None:
+        folder = self._folder / NO_LIMIT
+        self._console.rule("the same without the memory limit")
+        free = self._plan(profile, cluster, folder).plan
+        seconds = self._train(free, folder, steps)
+        self._console.print(
+            f"median step with the limit {limited_seconds:.3f} s ({_shape(limited)}), "
+            f"without {seconds:.3f} s ({_shape(free)}): the limit costs a factor of "
+            f"{limited_seconds / seconds:.2f}"
+        )
+
+
+def _shape(plan: Plan) -> str:
+    if plan.num_stages == 1:
+        return f"data parallel, {plan.num_devices} replicas"
+    return f"{plan.num_stages} stages, replicas " + ":".join(str(s.replicas) for s in plan.stages)
+
+
+def _metrics(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "metrics.jsonl"
+    if not path.exists():
+        raise RunError(f"the run left no {path}; see its output above")
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -1,0 +1,145 @@
+"""A training job: what `dapple train job.toml` is told. See docs/formats.md."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from dapple.errors import DappleError, FileError
+from dapple.files import describe_validation, read_text
+from dapple.units import parse_bytes
+
+Count = Annotated[int, Field(ge=1)]
+
+
+def _memory(value: Any) -> Any:
+    if value is None or isinstance(value, bool):
+        return value
+    try:
+        return parse_bytes(value, "memory")
+    except DappleError as error:
+        raise ValueError(str(error)) from error
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class ModelSection(_Section):
+    """The model.
+
+    Attributes:
+        factory: a zoo name, or "module:function" that returns a `dapple.Workload`.
+        arguments: handed to the factory.
+    """
+
+    factory: str
+    arguments: dict[str, Any] = {}
+
+
+class DataSection(_Section):
+    """The data.
+
+    Attributes:
+        factory: "module:function", called as factory(split, global_batch_size=..., seed=...,
+            **arguments) with split "train" or "validation"; returns an iterator of (inputs,
+            targets), the same on every rank.
+        arguments: handed to the factory.
+        validation_batches: batches of each validation.
+    """
+
+    factory: str
+    arguments: dict[str, Any] = {}
+    validation_batches: Annotated[int, Field(ge=0)] = 2
+
+
+class ClusterSection(_Section):
+    """Where it runs.
+
+    Attributes:
+        name: "local" measures this machine; else a cluster file or preset.
+        devices: local devices; processes that profiling and training start here.
+        memory: of each device, such as "110 MiB"; None: the cluster's own.
+    """
+
+    name: str = "local"
+    devices: Count = 2
+    memory: Annotated[int, BeforeValidator(_memory), Field(gt=0)] | None = None
+
+
+class PlanSection(_Section):
+    """The plan.
+
+    Attributes:
+        file: a plan file, or "auto": profile the model and plan.
+        micro_batch_size: fixed by hand; None: chosen.
+        planner: which planner.
+        schedule: which schedule.
+        profile_batch_sizes: rows that are profiled.
+    """
+
+    file: str = "auto"
+    micro_batch_size: Count | None = None
+    planner: str = "dapple"
+    schedule: str = "early-backward"
+    profile_batch_sizes: tuple[Count, ...] = (1, 2, 4, 8)
+
+
+class OptimizerSection(_Section):
+    """The optimizer: a name and its keyword arguments as in `torch.optim`."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    arguments: dict[str, Any] = {"lr": 3e-4}
+
+
+class TrainingSection(_Section):
+    """How long, and on what batches.
+
+    Attributes:
+        steps: optimizer steps.
+        global_batch_size: rows of a step over all devices.
+        seed: of weights, data order and dropout.
+        validate_every: steps between validations; 0: only before the first and after the last.
+        steps_without_memory_limit: steps of the best plan without `cluster.memory`, trained
+            afterwards to show what the limit costs.
+    """
+
+    steps: Count
+    global_batch_size: Count
+    seed: int = 0
+    validate_every: Annotated[int, Field(ge=0)] = 0
+    steps_without_memory_limit: Annotated[int, Field(ge=0)] = 0
+
+
+class Job(_Section):
+    """A training job.
+
+    Attributes:
+        folder: where results go, relative to where the command runs.
+    """
+
+    name: str
+    folder: str
+    model: ModelSection
+    data: DataSection
+    cluster: ClusterSection = ClusterSection()
+    plan: PlanSection = PlanSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    training: TrainingSection
+
+
+def load_job(path: str | Path) -> Job:
+    """Read a job file.
+
+    Raises:
+        FileError: missing, not TOML, or a bad field: names file, field and value.
+    """
+    try:
+        return Job.model_validate(tomllib.loads(read_text(path)))
+    except tomllib.TOMLDecodeError as error:
+        raise FileError(f"{path} is not TOML: {error}") from error
+    except ValidationError as error:
+        raise FileError(f"{path}: {describe_validation(error)}") from error

@@ -1,0 +1,190 @@
+"""What each rank does under torchrun for `dapple train`: run a job by a plan."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dapple.errors import InputError
+from dapple.graph import capture
+from dapple.job import Job
+from dapple.profiler.local import load_factory, load_function
+from dapple.records import Plan, Timeline
+from dapple.runtime.failure import Monitor
+from dapple.runtime.heartbeat import Progress
+from dapple.runtime.process import default_device, ensure_process_group
+from dapple.runtime.topology import Topology
+from dapple.runtime.trainer import StepResult, Trainer
+
+TIMELINES = 9
+"""Steps at the end whose timelines are kept; the one with the median step is written."""
+
+_OPTIMIZERS: dict[str, Any] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+
+Report = Callable[[dict[str, float]], None]
+
+
+def run_job(
+    job: Job,
+    plan: Plan,
+    folder: Path,
+    steps: int,
+    *,
+    save: bool = True,
+    report: Report | None = None,
+) -> None:
+    """Train on this rank; all ranks of the plan call it.
+
+    Rank 0 writes metrics.jsonl, one line per step and per validation, and at the end
+    timeline.json, the timeline of a median step with the peak memory of the second one.
+
+    Args:
+        job: the job.
+        plan: the plan.
+        folder: where results go.
+        steps: steps to train.
+        save: write the weights to weights.pt.
+        report: told of every line of metrics.jsonl, on rank 0.
+    """
+    device = default_device()
+    ensure_process_group(device)
+    rank = dist.get_rank()
+    topology = Topology.of(plan, rank, dist.get_world_size())
+    progress = Progress(rank, topology.stage)
+    monitor = Monitor.from_environment(progress)
+    with monitor.guard():
+        progress.set("capture", None)
+        trainer = _make_trainer(job, plan, device, monitor, progress)
+        run = _Run(job, trainer, _Log(folder, rank, report))
+    run.train(steps)
+    with monitor.guard():
+        progress.set("write results", None)
+        run.write_timeline(folder)
+    if save:
+        trainer.save_weights(folder / "weights.pt")
+    monitor.close()
+    dist.destroy_process_group()
+
+
+def optimizer_factory(job: Job) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+    """Makes the job's optimizer from parameters."""
+    return functools.partial(_OPTIMIZERS[job.optimizer.name], **job.optimizer.arguments)
+
+
+def batches(job: Job, split: str) -> Iterator[tuple[Any, Any]]:
+    """The job's batches of a split, the same on every rank.
+
+    Raises:
+        InputError: the data factory is missing or refuses its arguments.
+    """
+    function = load_function(job.data.factory)
+    training = job.training
+    try:
+        found = function(
+            split,
+            global_batch_size=training.global_batch_size,
+            seed=training.seed,
+            **job.data.arguments,
+        )
+        return iter(found)
+    except TypeError as error:
+        raise InputError(
+            f'data factory "{job.data.factory}" can not be used: {error}; it is called as '
+            "factory(split, global_batch_size=..., seed=..., **arguments) and returns batches"
+        ) from error
+
+
+def _make_trainer(
+    job: Job, plan: Plan, device: torch.device, monitor: Monitor, progress: Progress
+) -> Trainer:
+    torch.manual_seed(job.training.seed)
+    workload = load_factory(job.model.factory, job.model.arguments)()
+    graph = capture(workload.model, workload.inputs(4), loss=workload.loss, name=workload.name)
+    return Trainer(
+        graph,
+        plan,
+        optimizer_factory(job),
+        weight=workload.weight,
+        device=device,
+        seed=job.training.seed,
+        watch=monitor,
+        progress=progress,
+    )
+
+
+class _Run:
+    """The training loop of one rank."""
+
+    def __init__(self, job: Job, trainer: Trainer, log: _Log) -> None:
+        self._trainer = trainer
+        self._log = log
+        self._every = job.training.validate_every
+        self._data = batches(job, "train")
+        count = job.data.validation_batches
+        self._validation = list(itertools.islice(batches(job, "validation"), count))
+        self._peak_bytes: int | None = None
+        self._timelines: list[Timeline] = []
+
+    def train(self, steps: int) -> None:
+        """Train and validate."""
+        self._validate(0)
+        for step in range(1, steps + 1):
+            result = self._step(step)
+            self._log.write(step=step, loss=result.loss, seconds=result.seconds, rows=result.rows)
+            if step > max(2, steps - TIMELINES):
+                self._timelines.append(self._trainer.timeline(self._peak_bytes))
+            if step == steps or (self._every and step % self._every == 0):
+                self._validate(step)
+
+    def write_timeline(self, folder: Path) -> None:
+        """Write the median of the last steps' timelines."""
+        if self._trainer.rank == 0 and self._timelines:
+            ordered = sorted(self._timelines, key=lambda timeline: timeline.step_seconds)
+            ordered[len(ordered) // 2].save(folder / "timeline.json")
+
+    def _step(self, step: int) -> StepResult:
+        batch = next(self._data)
+        if step != 2:
+            return self._trainer.step(*batch)
+        # The meter slows a step down; in the second the optimizer's state is there already.
+        with self._trainer.measure_memory() as meter:
+            result = self._trainer.step(*batch)
+        self._peak_bytes = meter.peak_bytes
+        return result
+
+    def _validate(self, step: int) -> None:
+        if self._validation:
+            losses = [self._trainer.evaluate(*batch) for batch in self._validation]
+            self._log.write(step=step, validation_loss=statistics.fmean(losses))
+
+
+class _Log:
+    """metrics.jsonl, written by rank 0 and by nobody else."""
+
+    def __init__(self, folder: Path, rank: int, report: Report | None) -> None:
+        self._file: IO[str] | None = None
+        self._report = report
+        self._begin = time.time()
+        if rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = (folder / "metrics.jsonl").open("w", encoding="utf-8")
+
+    def write(self, **fields: float) -> None:
+        """Add a line."""
+        if self._file is None:
+            return
+        row = {**fields, "elapsed_seconds": round(time.time() - self._begin, 3)}
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        if self._report is not None:
+            self._report(row)
