@@ -18,7 +18,7 @@ from dapple.costs import (
     seconds_at,
     split_rows,
 )
-from dapple.errors import InputError
+from dapple.errors import InputError, PlanError
 from dapple.records import StagePlan, TensorProfile, TiedGroup, TiedMember
 from tests.simulator.pipelines import chain, cluster, plan
 
@@ -133,6 +133,21 @@ def test_recomputed_ranges_add_their_forward_to_the_backward():
     stage = StagePlan(start=0, stop=2, devices=(0,), recompute=((1, 2),))
     costs = pipeline_costs(CostModel(chain([1, 2], [3, 4]), cluster(1)), [stage], 1, 1)
     assert (costs.backward, costs.recompute) == (((9,),), ((2,),))
+
+
+@pytest.mark.parametrize("ranges", [((0, 3),), ((1, 1),), ((1, 2), (0, 1)), ((-1, 1),)])
+def test_recompute_outside_of_its_stage_is_refused(ranges):
+    """Beyond the stage, empty, out of order."""
+    stage = StagePlan(start=0, stop=2, devices=(0,), recompute=ranges)
+    with pytest.raises(PlanError, match="recompute names layers"):
+        pipeline_costs(CostModel(chain([1, 2], [3, 4]), cluster(1)), [stage], 1, 1)
+
+
+@pytest.mark.parametrize("shares", [(0.0, 0.0), (2.0, -1.0)])
+def test_shares_that_divide_nothing_are_refused(shares):
+    """With the even split as the remedy."""
+    with pytest.raises(PlanError, match="even split"):
+        split_rows(4, 2, shares)
 
 
 def test_routes_of_the_paper_have_no_latency_and_no_card():

@@ -111,6 +111,24 @@ def test_a_plan_table_shows_the_gap_to_the_lower_bound_and_what_is_simulate_only
     assert "can be simulated only, because of: shard" in text
 
 
+def test_names_with_brackets_are_printed_as_they_are():
+    """They are no markup."""
+    made = PLAN.model_copy(update={"model": "net[small]", "notes": ("see [3]",)})
+    text = printed(plan_table(made))
+    assert "net[small]" in text
+    assert "see [3]" in text
+
+
+def test_a_prediction_for_another_number_of_stages_is_left_out():
+    """A plan that was edited by hand still prints."""
+    plan = predicted_plan()
+    assert plan.predicted is not None
+    short = plan.predicted.model_copy(update={"stages": plan.predicted.stages[:1]})
+    edited = plan.model_copy(update={"predicted": short})
+    assert "AllReduce" not in printed(plan_table(edited))
+    assert compared_figures(edited, measured(plan, (1, 1, 1)))[2].predicted is None
+
+
 def measured(plan: Plan, peaks: tuple[int | None, ...]) -> Timeline:
     """A run that took twice as long as predicted."""
     timeline = simulate(plan, PROFILE)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from dapple.cluster import Cluster
 from dapple.costs.interpolation import bytes_at, seconds_at
 from dapple.costs.network import Network
+from dapple.errors import PlanError
 from dapple.records import ModelProfile, StagePlan
 
 Range = tuple[int, int]
@@ -151,7 +152,20 @@ class CostModel:
 
 
 def recomputed_ranges(stage: StagePlan) -> tuple[Range, ...]:
-    """The half-open layer ranges whose activations the stage computes twice."""
+    """The half-open layer ranges whose activations the stage computes twice.
+
+    Raises:
+        PlanError: the ranges are not ascending ranges of the stage's own layers.
+    """
     if stage.recompute is True:
         return ((stage.start, stage.stop),)
-    return stage.recompute or ()
+    ranges = stage.recompute or ()
+    position = stage.start
+    for start, stop in ranges:
+        if not position <= start < stop <= stage.stop:
+            raise PlanError(
+                f"recompute names layers {start}..{stop} in a stage of layers {stage.start}.."
+                f"{stage.stop}; give ascending half-open ranges within the stage that do not overlap"
+            )
+        position = stop
+    return ranges

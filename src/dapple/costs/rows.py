@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from dapple.errors import PlanError
+
 
 def split_rows(rows: int, parts: int, shares: Sequence[float] | None = None) -> tuple[int, ...]:
     """Cut rows into contiguous parts, like `torch.tensor_split`: the first get one row more.
@@ -13,11 +15,19 @@ def split_rows(rows: int, parts: int, shares: Sequence[float] | None = None) -> 
 
     >>> split_rows(7, 3), split_rows(2, 3), split_rows(8, 2, (3.0, 1.0))
     ((3, 2, 2), (1, 1, 0), (6, 2))
+
+    Raises:
+        PlanError: a share is negative, or all are zero.
     """
     if shares is None:
         base, extra = divmod(rows, parts)
         return (base + 1,) * extra + (base,) * (parts - extra)
     total = sum(shares)
+    if min(shares) < 0 or total <= 0:
+        raise PlanError(
+            f"rows {list(shares)} cannot be shares of replicas; use numbers that are not negative, "
+            "one of them above zero, or leave rows out for an even split"
+        )
     ends = [int(rows * part / total + 0.5) for part in itertools.accumulate(shares)]
     ends[-1] = rows
     return tuple(end - start for start, end in itertools.pairwise([0, *ends]))

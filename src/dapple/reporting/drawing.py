@@ -85,23 +85,26 @@ def _blocks(
     spans: Sequence[Span], columns: int, column_seconds: float
 ) -> Iterator[tuple[Span | None, int]]:
     """Runs of columns that show the same span; None is idle."""
-    shown = [span for span in spans if span.kind in _SIGNS]
-    picked = [_column(shown, n * column_seconds, column_seconds) for n in range(columns)]
+    picked = _columns([span for span in spans if span.kind in _SIGNS], columns, column_seconds)
     for _, run in itertools.groupby(picked, key=id):
         blocks = list(run)
         yield blocks[0], len(blocks)
 
 
-def _column(spans: Sequence[Span], start: float, seconds: float) -> Span | None:
-    best, most = None, 0.0
-    busy = 0.0
+def _columns(spans: Sequence[Span], columns: int, seconds: float) -> list[Span | None]:
+    """Per column the span that has most of it; None if it is idle for more than half."""
+    busy, most = [0.0] * columns, [0.0] * columns
+    best: list[Span | None] = [None] * columns
     for span in spans:
-        overlap = min(span.end, start + seconds) - max(span.start, start)
-        if overlap > 0:
-            busy += overlap
-            if overlap > most:
-                best, most = span, overlap
-    return best if busy >= seconds / 2 else None
+        for column in range(
+            max(0, int(span.start / seconds)), min(columns, int(span.end / seconds) + 1)
+        ):
+            start = column * seconds
+            overlap = min(span.end, start + seconds) - max(span.start, start)
+            busy[column] += max(0.0, overlap)
+            if overlap > most[column]:
+                best[column], most[column] = span, overlap
+    return [b if time >= seconds / 2 else None for b, time in zip(best, busy, strict=True)]
 
 
 def _block_text(span: Span | None, length: int) -> tuple[str, str]:

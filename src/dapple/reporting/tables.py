@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from rich.markup import escape
 from rich.table import Table
 
 from dapple.errors import PlanError
@@ -22,7 +23,7 @@ def plan_table(plan: Plan) -> Table:
     table = Table(title=_title(plan), caption=_caption(plan), caption_justify="left")
     for name in ("stage", "layers", "devices", "in flight"):
         table.add_column(name, justify="right" if name != "devices" else "left")
-    figures = plan.predicted.stages if plan.predicted else ()
+    figures = _stage_predictions(plan, plan.predicted)
     for name in ("forward", "backward", "send", "AllReduce", "memory") if figures else ():
         table.add_column(name, justify="right")
     for number, stage in enumerate(plan.stages):
@@ -76,6 +77,7 @@ def compared_figures(
     if predicted is None:
         raise PlanError("the plan holds no prediction; make it with `dapple plan`, or simulate it")
     ranks = plan.rank_of_device()
+    stages = _stage_predictions(plan, predicted)
     figures = [
         Figure("step", "s", predicted.step_seconds, measured.step_seconds),
         Figure("bubble", "share", predicted.bubble_fraction, measured.bubble_fraction),
@@ -83,7 +85,7 @@ def compared_figures(
     for number, stage in enumerate(plan.stages):
         peaks = [_at(measured.peak_bytes, ranks[device]) for device in stage.devices]
         known = [peak for peak in peaks if peak is not None]
-        expected = predicted.stages[number].peak_bytes if predicted.stages else None
+        expected = stages[number].peak_bytes if stages else None
         peak = max(known) if len(known) == len(peaks) else None
         figures.append(Figure(f"stage {number} peak memory", "bytes", expected, peak))
     return tuple(figures)
@@ -93,7 +95,7 @@ def predicted_against_measured(
     plan: Plan, measured: Timeline, predicted: Predicted | None = None
 ) -> Table:
     """The figures of `compared_figures` as a table, with the difference in percent."""
-    table = Table(title=f"{plan.model}: predicted against {measured.source}")
+    table = Table(title=escape(f"{plan.model}: predicted against {measured.source}"))
     table.add_column("")
     for name in ("predicted", measured.source, "difference"):
         table.add_column(name, justify="right")
@@ -101,6 +103,12 @@ def predicted_against_measured(
         values = (_value(value, figure.unit) for value in (figure.predicted, figure.measured))
         table.add_row(figure.name, *values, _difference(figure))
     return table
+
+
+def _stage_predictions(plan: Plan, predicted: Predicted | None) -> tuple[PredictedStage, ...]:
+    """One prediction per stage, or none: a plan that was edited by hand may hold too few."""
+    stages = predicted.stages if predicted else ()
+    return stages if len(stages) == plan.num_stages else ()
 
 
 def _at(values: Sequence[int | None], index: int) -> int | None:
@@ -122,7 +130,7 @@ def _difference(figure: Figure) -> str:
 
 
 def _title(plan: Plan) -> str:
-    return (
+    return escape(
         f"{plan.model}: {plan.global_batch_size} samples in {plan.num_micro_batches} micro-batches "
         f"of {plan.micro_batch_size}, {plan.schedule}, on {plan.cluster.name}"
     )
@@ -135,7 +143,7 @@ def _caption(plan: Plan) -> str:
     lines += [f"note: {note}" for note in plan.notes]
     if plan.simulate_only:
         lines.append(f"can be simulated only, because of: {', '.join(plan.simulate_only)}")
-    return "\n".join(lines)
+    return escape("\n".join(lines))
 
 
 def _expectation(predicted: Predicted) -> str:
