@@ -6,6 +6,7 @@ import functools
 import importlib
 import os
 import queue
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -50,6 +51,38 @@ class ProfileRequest:
     seed: int = 0
     finer: bool = False
     threads: int = 1
+
+
+def profile(
+    factory: Factory,
+    *,
+    devices: int = 1,
+    batch_sizes: Sequence[int] = DEFAULT_BATCH_SIZES,
+    rounds: int = DEFAULT_ROUNDS,
+    finer: bool = False,
+    report: Report | None = None,
+) -> tuple[ModelProfile, Cluster]:
+    """Profile a model on this machine while `devices` processes are busy.
+
+    The processes are spawned, so a script has to call this under `if __name__ == "__main__":`.
+
+    Args:
+        factory: makes the workload; a module's function, or a `functools.partial` of one.
+        devices: processes that measure at the same time: as many as will train here.
+        batch_sizes: rows to measure, ascending.
+        rounds: passes per batch size; the median counts.
+        finer: layers are leaf modules rather than blocks.
+        report: told (what, fraction done) from time to time.
+
+    Returns:
+        The profile, and this machine as a cluster of `devices` devices.
+
+    Raises:
+        InputError: a bad argument, or the model can't be made or captured.
+        RunError: a measuring process died.
+    """
+    request = ProfileRequest(factory, devices, batch_sizes, rounds, finer=finer)
+    return profile_locally(request, report)
 
 
 def profile_locally(
@@ -196,6 +229,9 @@ def load_function(path: str) -> Callable[..., Any]:
         InputError: no such module or function.
     """
     module_name, _, name = path.partition(":")
+    if os.getcwd() not in sys.path:
+        # The installed command does not look for modules where it runs, `python -m` does.
+        sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
