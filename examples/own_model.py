@@ -16,16 +16,26 @@ from torch import nn
 import dapple
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(
-            *[nn.Sequential(nn.Linear(64, 64), nn.ReLU(inplace=True)) for _ in range(8)]
-        )
-        self.head = nn.Linear(64, 10)
+        self.norm = nn.LayerNorm(width)
+        self.linear = nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.blocks(x))
+        return x + torch.relu_(self.linear(self.norm(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 64, depth: int = 8) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(width) for _ in range(depth)])
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
 
 
 def workload() -> dapple.Workload:
@@ -43,7 +53,7 @@ def main() -> None:
     work = workload()
     plan = dapple.load_record(dapple.Plan, sys.argv[1])
     graph = dapple.capture(work.model, work.inputs(4), loss=work.loss, name=work.name)
-    trainer = dapple.Trainer(graph, plan, lambda p: torch.optim.AdamW(p, lr=1e-2))
+    trainer = dapple.Trainer(graph, plan, lambda p: torch.optim.AdamW(p, lr=1e-3))
     batch = torch.Generator().manual_seed(0)
     for step in range(40):
         x = torch.randn(32, 64, generator=batch)  # the same batch on every rank
