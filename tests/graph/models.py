@@ -344,8 +344,7 @@ class Regions(nn.Module):
             scale = x.abs().amax(dim=1, keepdim=True) + 1
         x = torch.tanh(self.layers[1](x / scale))
         with torch.autocast("cpu", enabled=False):
-            x = torch.tanh(self.layers[2](x * scale))
-        return x
+            return torch.tanh(self.layers[2](x * scale))
 
 
 def _mean_square(output: Any, target: Any) -> Tensor:

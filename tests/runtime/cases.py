@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +18,35 @@ from dapple.schedule import warmup_counts
 from dapple.zoo.gpt import GPT, next_byte_loss, unmasked_tokens
 from dapple.zoo.skip import SkipNet
 
-STEPS = 3
+TOLERANCE = 1e-10
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A plan and what is trained with it.
+
+    Attributes:
+        model: a key of `EXAMPLES`.
+        replicas: per stage the number of replicas.
+        num_micro_batches: M of the plan.
+        rows: the global batch size that the plan is made for.
+        step_rows: the global batch size of each step.
+        optimizer: a key of `OPTIMIZERS`.
+        schedule: the plan's schedule.
+    """
+
+    model: str
+    replicas: tuple[int, ...]
+    num_micro_batches: int = 2
+    rows: int = 12
+    step_rows: tuple[int, ...] = ()
+    optimizer: str = "adamw"
+    schedule: str = "early-backward"
+
+    @property
+    def all_rows(self) -> tuple[int, ...]:
+        """The batch size of each step: three of the plan's unless told."""
+        return self.step_rows or (self.rows,) * 3
 
 
 class LossInside(nn.Module):
@@ -115,6 +144,7 @@ def make_model(name: str, seed: int = 7) -> nn.Module:
     return EXAMPLES[name].model().double()
 
 
+@functools.cache
 def build(name: str, seed: int = 7) -> LayerGraph:
     """The capture of the named model."""
     example = EXAMPLES[name]
@@ -164,13 +194,14 @@ OPTIMIZERS = {
 }
 
 
-def reference(name: str, rows: int, optimizer: str, steps: int = STEPS) -> tuple[Any, list[float]]:
-    """Parameters and losses of one process that takes the global batch whole."""
+@functools.cache
+def reference(name: str, all_rows: tuple[int, ...], optimizer: str) -> tuple[Any, list[float]]:
+    """Parameters and losses of one process that takes each step's global batch whole."""
     example = EXAMPLES[name]
     model = make_model(name)
     update = OPTIMIZERS[optimizer](list(model.parameters()))
     losses = []
-    for step in range(steps):
+    for step, rows in enumerate(all_rows):
         inputs, targets = example.batch(rows, step)
         update.zero_grad()
         for p in model.parameters():
@@ -186,27 +217,35 @@ def reference(name: str, rows: int, optimizer: str, steps: int = STEPS) -> tuple
     return {n: p.detach() for n, p in model.state_dict().items()}, losses
 
 
-def train_graph(
-    graph: Any,
-    trainer_arguments: dict[str, Any],
-    name: str,
-    rows: int,
-    optimizer: str,
-    plan: Plan,
-) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """One rank's parameters and losses after a few steps of a plan."""
-    example = EXAMPLES[name]
-    trainer = Trainer(
+def make_trainer(graph: Any, run: Run, **trainer_arguments: Any) -> Trainer:
+    """One rank's trainer for a run."""
+    return Trainer(
         graph,
-        plan,
-        OPTIMIZERS[optimizer],
-        weight=example.weight,
+        make_plan(graph, run.replicas, run.rows, run.num_micro_batches, run.schedule),
+        OPTIMIZERS[run.optimizer],
+        weight=EXAMPLES[run.model].weight,
         device=torch.device("cpu"),
         record=False,
         **trainer_arguments,
     )
-    losses = [trainer.step(*example.batch(rows, step)).loss for step in range(STEPS)]
+
+
+def train(
+    graph: Any, run: Run, **trainer_arguments: Any
+) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """One rank's parameters and losses after the steps of a run."""
+    trainer = make_trainer(graph, run, **trainer_arguments)
+    batch = EXAMPLES[run.model].batch
+    losses = [trainer.step(*batch(rows, step)).loss for step, rows in enumerate(run.all_rows)]
     return {n: v.clone() for n, v in trainer.state_dict().items()}, losses
+
+
+def error(run: Run, results: Sequence[tuple[dict[str, torch.Tensor], list[float]]]) -> float:
+    """How far the ranks are from one process: of parameters and losses, the larger error."""
+    wanted, losses = reference(run.model, run.all_rows, run.optimizer)
+    largest = max(abs(loss) for loss in losses)
+    of_losses = max(abs(a - b) for _, found in results for a, b in zip(found, losses, strict=True))
+    return max(global_error([state for state, _ in results], wanted), of_losses / largest)
 
 
 def global_error(

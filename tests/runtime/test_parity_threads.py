@@ -2,41 +2,57 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from tests.runtime import cases
-from tests.runtime.threads import OwnCopy, ThreadTransport, run_threads
+from tests.runtime.cases import Run
+from tests.runtime.threads import OwnCopy, run_threads
 
-TOLERANCE = 1e-10
-
-
-def run_case(
-    name: str, replicas: list[int], micro_batches: int, rows: int, optimizer: str, schedule: str
-) -> None:
-    graph = cached_graph(name)
-    plan = cases.make_plan(graph, replicas, rows, micro_batches, schedule)
-
-    def work(transport: ThreadTransport) -> Any:
-        return cases.train_graph(
-            OwnCopy(graph), {"transport": transport}, name, rows, optimizer, plan
-        )
-
-    results = run_threads(sum(replicas), work)
-    wanted, losses = cached_reference(name, rows, optimizer)
-    assert cases.global_error([state for state, _ in results], wanted) < TOLERANCE
-    for _, found in results:
-        assert found == pytest.approx(losses, rel=1e-12)
+SIZES = st.integers(1, 14)
 
 
-cached_reference = functools.cache(cases.reference)
-cached_graph = functools.cache(cases.build)
+def error(run: Run) -> float:
+    """How far a run on threads is from one process."""
+    graph = cases.build(run.model)
+    return cases.error(
+        run,
+        run_threads(
+            sum(run.replicas),
+            lambda transport: cases.train(OwnCopy(graph), run, transport=transport),
+        ),
+    )
 
 
-@pytest.mark.parametrize("replicas", [[1, 1], [3, 2], [2, 1, 2], [1]], ids=str)
+@pytest.mark.parametrize("replicas", [(1, 1), (3, 2), (2, 1, 2), (1,)], ids=str)
 @pytest.mark.parametrize("name", list(cases.EXAMPLES))
-def test_parameters_and_losses_equal_one_process(name: str, replicas: list[int]) -> None:
+def test_parameters_and_losses_equal_one_process(name: str, replicas: tuple[int, ...]) -> None:
     """Parameters after three steps and every loss equal one process on the whole batch."""
-    run_case(name, replicas, 5, 13, "adamw", "early-backward")
+    assert error(Run(name, replicas, 5, 13)) < cases.TOLERANCE
+
+
+@settings(max_examples=40)
+@given(
+    st.builds(
+        Run,
+        model=st.sampled_from(list(cases.EXAMPLES)),
+        replicas=st.lists(st.integers(1, 4), min_size=1, max_size=4)
+        .filter(lambda replicas: sum(replicas) <= 7)
+        .map(tuple),
+        num_micro_batches=st.integers(1, 7),
+        rows=SIZES,
+        step_rows=st.tuples(SIZES, SIZES, SIZES),
+        optimizer=st.sampled_from(list(cases.OPTIMIZERS)),
+        schedule=st.sampled_from(["early-backward", "gpipe"]),
+    )
+)
+@example(Run("skip", (4, 1, 2), 7, 3, (3, 1, 14)))
+@example(Run("gpt", (2, 3, 1, 1), 1, 14, (1, 14, 2), "sgd", "gpipe"))
+def test_any_plan_and_any_batch_sizes_equal_one_process(run: Run) -> None:
+    """Any replica counts and any batch sizes, step by step, give one process's parameters.
+
+    Pitfall 1: replica counts that don't divide each other. Pitfall 5: micro-batches of unequal
+    size. Pitfall 8: fewer micro-batches than stages.
+    """
+    assert error(run) < cases.TOLERANCE

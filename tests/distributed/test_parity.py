@@ -1,0 +1,46 @@
+"""Every plan trains like one process, on real processes over gloo (pitfalls 1, 2, 5, 7, 8, 11, 12).
+
+The skip net has two tensors per boundary, so several handles are under way at once (pitfall 7).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.distributed.harness import note_action, run_ranks
+from tests.runtime import cases
+from tests.runtime.cases import Run
+from tests.runtime.runs import ALL_RUNS
+from tests.runtime.threads import OwnCopy
+
+WORLD_SIZES = sorted({sum(run.replicas) for run in ALL_RUNS})
+
+
+class Noted:
+    """Tells the harness each action, for when a rank hangs."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def set(self, action: str, micro_batch: int | None) -> None:
+        note_action(f"{action} of micro-batch {micro_batch} in {self._run}")
+
+
+def train_all(rank: int, world_size: int, runs: list[Run]) -> list[Any]:
+    """One rank's parameters and losses of each run."""
+    # Each rank trains a copy, so that the model has to be captured once only.
+    return [cases.train(OwnCopy(cases.build(run.model)), run, progress=Noted(run)) for run in runs]
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_parameters_and_losses_equal_one_process(world_size: int) -> None:
+    """Parameters after three steps and every loss equal one process on the whole batch."""
+    runs = [run for run in ALL_RUNS if sum(run.replicas) == world_size]
+    results = run_ranks(world_size, train_all, runs, timeout_seconds=150)
+    errors = {
+        run: cases.error(run, [by_run[number] for by_run in results])
+        for number, run in enumerate(runs)
+    }
+    assert {run: error for run, error in errors.items() if not error < cases.TOLERANCE} == {}
