@@ -4,7 +4,8 @@
     def check_routing(rank, world_size, plan): ...                      # at module level
 
 A process takes seconds to import torch: spawn once per world size, and run many cases inside the
-function. It finds the default process group initialised, and RANK, WORLD_SIZE, LOCAL_RANK,
+function. Say what a rank does with note_action(), or hand the rank's Progress to watch(). The
+function finds the default process group initialised, and RANK, WORLD_SIZE, LOCAL_RANK,
 MASTER_ADDR and MASTER_PORT set as torchrun sets them. Like torchrun, the parent hosts the store:
 no port can be taken by another process in between, and the store outlives every rank.
 """
@@ -21,7 +22,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -30,9 +31,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dapple.runtime.heartbeat import Progress
+
 # Once a rank has failed, the others get this long to end with errors of their own.
 _AFTERMATH_SECONDS = 3.0
-_WORKER = "from tests.distributed.harness import _work; _work()"
+# To start a process: import torch and meet the others, on a machine with every core busy.
+_START_SECONDS = 90.0
+# The handler comes first: a signal must not end a process that still imports.
+_WORKER = """
+import faulthandler, signal
+faulthandler.register(signal.SIGUSR1, all_threads=True)
+from tests.distributed.harness import _work
+_work()
+"""
 
 
 class RanksFailed(AssertionError):
@@ -51,7 +62,7 @@ def run_ranks(
         world_size: number of processes.
         function: a function at the top level of an importable module.
         args: picklable arguments, the same for every rank.
-        timeout_seconds: all ranks are killed after it, and RanksFailed is raised.
+        timeout_seconds: from when all ranks have started; then all are killed.
 
     Raises:
         RanksFailed: a rank raised, died or hung.
@@ -72,7 +83,12 @@ def run_ranks(
 
 def note_action(action: str) -> None:
     """Say, on a rank, what it does now; shown when the run fails."""
-    Path(os.environ["DAPPLE_TEST_FOLDER"], f"action-{os.environ['RANK']}").write_text(action)
+    _write(f"action-{os.environ['RANK']}", action.encode())
+
+
+def watch(progress: Progress) -> None:
+    """Have, on a rank, the last action of a progress shown when the run fails, in place of notes."""
+    threading.Thread(target=_copy_actions, args=(progress,), daemon=True).start()
 
 
 @dataclass
@@ -108,6 +124,9 @@ class _Rank:
     def result(self) -> Any:
         return pickle.loads((self.folder / f"result-{self.rank}").read_bytes())
 
+    def has_started(self) -> bool:
+        return (self.folder / f"started-{self.rank}").exists()
+
     def story(self) -> str:
         """How the rank ended, its last action, and what it printed (with its tracebacks)."""
         code = self.process.poll()
@@ -126,21 +145,26 @@ class _Rank:
         self.process.stdin.close()
 
 
-def _wait(ranks: Iterable[_Rank], timeout_seconds: float) -> str:
+def _wait(ranks: list[_Rank], timeout_seconds: float) -> str:
     """Wait for all ranks; the reason if not all of them ended well, else an empty string."""
     reason = ""
-    deadline = time.monotonic() + timeout_seconds
+    limit_seconds, all_started = _START_SECONDS, False
+    start = time.monotonic()
     while running := [rank for rank in ranks if rank.process.poll() is None]:
-        failed = [rank.rank for rank in ranks if rank.process.returncode]
-        if failed and not reason:
-            reason = f"rank {failed[0]} failed"
-            deadline = min(deadline, time.monotonic() + _AFTERMATH_SECONDS)
-        if time.monotonic() > deadline:
+        if not all_started and all(rank.has_started() for rank in ranks):
+            start, limit_seconds, all_started = time.monotonic(), timeout_seconds, True
+        if not reason and (reason := _first_failure(ranks)):
+            start, limit_seconds = time.monotonic(), _AFTERMATH_SECONDS
+        if time.monotonic() - start > limit_seconds:
             _dump_tracebacks(running)
-            return reason or f"not done after {timeout_seconds:g} s"
+            return reason or f"not {'done' if all_started else 'started'} after {limit_seconds:g} s"
         time.sleep(0.02)
+    return reason or _first_failure(ranks)
+
+
+def _first_failure(ranks: list[_Rank]) -> str:
     failed = [rank.rank for rank in ranks if rank.process.returncode]
-    return reason or (f"rank {failed[0]} failed" if failed else "")
+    return f"rank {failed[0]} failed" if failed else ""
 
 
 def _dump_tracebacks(running: list[_Rank]) -> None:
@@ -153,7 +177,6 @@ def _dump_tracebacks(running: list[_Rank]) -> None:
 def _work() -> None:
     """What the process of a rank does."""
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -163,8 +186,9 @@ def _work() -> None:
     try:
         # The parent's limit ends a hang; gloo's own must not come first and hide where it was.
         dist.init_process_group("gloo", timeout=timedelta(seconds=2 * timeout_seconds))
+        _write(f"started-{rank}", b"")
         result = pickle.dumps(function(rank, world_size, *args))
-        (folder / f"result-{rank}").write_bytes(result)
+        _write(f"result-{rank}", result)
         dist.barrier()  # a rank that leaves early closes connections that others still use
     except BaseException:
         traceback.print_exc()
@@ -172,6 +196,20 @@ def _work() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # no tear-down, whose order and noise are not what is tested
+
+
+def _copy_actions(progress: Progress) -> None:
+    while True:
+        note_action(progress.describe())
+        time.sleep(0.1)
+
+
+def _write(name: str, content: bytes) -> None:
+    """Write a file of this run whole: the parent may read it, or kill this process, at any time."""
+    path = Path(os.environ["DAPPLE_TEST_FOLDER"], name)
+    temporary = path.with_suffix(f".{threading.get_ident()}")
+    temporary.write_bytes(content)
+    temporary.replace(path)
 
 
 def _end_with_parent() -> None:

@@ -12,8 +12,6 @@ import weakref
 from collections.abc import Callable
 from types import FrameType
 
-_MAX_CAUSE_CHARACTERS = 400
-
 
 class TerminationPipe:
     """Tells a thread that SIGTERM came, also while the main thread is inside a C++ wait.
@@ -90,13 +88,6 @@ def end_process(exit_code: int) -> None:
     """End this process now, with what it printed, and without any tear-down that may hang."""
     _briefly(lambda: [stream.flush() for stream in (sys.stdout, sys.stderr) if stream])
     os._exit(exit_code)
-
-
-def one_line(error: BaseException) -> str:
-    """An exception in words, as one line and without the C++ frames that torch appends."""
-    text = "".join(traceback.format_exception_only(error)).partition("\nException raised from ")[0]
-    text = " ".join(text.split())
-    return text if len(text) <= _MAX_CAUSE_CHARACTERS else text[:_MAX_CAUSE_CHARACTERS] + " ..."
 
 
 def _briefly(action: Callable[[], object]) -> None:

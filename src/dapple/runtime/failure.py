@@ -27,13 +27,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch.distributed as dist
-
-from dapple.errors import RankFailure
+from dapple.errors import InputError, RankFailure, RunError
+from dapple.runtime.causes import one_line, tells_of_a_lost_peer
 from dapple.runtime.ending import (
     TerminationPipe,
     end_process,
-    one_line,
     print_line,
     print_main_stack,
     print_traceback,
@@ -46,22 +44,6 @@ __all__ = ["Monitor", "Patience", "Progress"]
 # How many of the ranks after it, in a ring, a rank watches. Each dead group of up to this many is
 # seen by somebody at once, and the store's load grows with the ranks, not with their square.
 _WATCHED_RANKS = 8
-
-# What the libraries below say when the other end is gone. A word too many costs a doubtful failure
-# some seconds of looking for a better cause; a word too few names the wrong rank.
-_LOST_PEER_WORDS = (
-    "connection closed",
-    "connection reset",
-    "connection refused",
-    "broken pipe",
-    "timed out",
-    "timeout",
-    "socket",
-    "pair closure",
-    "remote process exited",
-    "remote error",
-    "nccl",
-)
 
 
 @dataclass(frozen=True)
@@ -161,7 +143,17 @@ class Monitor:
 
     @classmethod
     def from_environment(cls, progress: Progress, patience: Patience | None = None) -> Monitor:
-        """The monitor of a process that torchrun, or any launcher with env:// variables, started."""
+        """The monitor of a process that torchrun, or any launcher with env:// variables, started.
+
+        Raises:
+            RunError: no such launcher started this process, or the store cannot be reached.
+        """
+        missing = {"MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"} - set(os.environ)
+        if missing:
+            raise RunError(
+                f"{', '.join(sorted(missing))} is not set, so the other ranks cannot be found; "
+                "start the run with torchrun"
+            )
         launcher_hosts_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         return cls(
             progress,
@@ -191,7 +183,9 @@ class Monitor:
         except RankFailure:
             raise
         except BaseException as error:
-            notice = self._settle(error, printed=not isinstance(error, Exception))
+            # A user's mistake is told in its one line, Ctrl-C is shown by Python.
+            needs_traceback = isinstance(error, Exception) and not isinstance(error, InputError)
+            notice = self._settle(error, printed=not needs_traceback)
             if not isinstance(error, Exception):
                 raise  # Ctrl-C and sys.exit() stay what they are
             raise notice.failure() from None  # its traceback has been printed
@@ -210,15 +204,15 @@ class Monitor:
     def _settle(self, error: BaseException, *, printed: bool = False) -> Notice:
         """Have the heart find out, put up and report why the run ends; returns the verdict."""
         own = self._notice_about(self._beat(), one_line(error))
-        if self._over.is_set():
+        if self._over.is_set() or not self._is_own_process():
             return self._notice or own
-        doubtful = _tells_of_a_lost_peer(error)
+        doubtful = tells_of_a_lost_peer(error)
         if not doubtful and not printed:
             print_traceback(f"the exception of rank {self._rank}", error)
         self._own_is_doubtful = doubtful
-        if doubtful:
-            self._search_left_seconds = self._patience.search_seconds
         self._own = own
+        if doubtful:
+            self._search()
         self._wake.set()
         self._settled.wait()
         notice = self._notice or own
@@ -226,15 +220,28 @@ class Monitor:
             print_traceback(f"the exception of rank {self._rank}", error)
         return notice
 
+    def _search(self) -> None:
+        """Have the heart look, at once and at everybody, for what is behind SIGTERM or an error."""
+        if self._search_left_seconds <= 0:
+            self._search_left_seconds = self._patience.search_seconds
+        self._next_look = 0.0
+        self._wake.set()
+
     def _at_exit(self) -> None:
         """At the end of a process that did not close: an uncaught exception ends the run too.
 
         Also ends the threads, which the interpreter would otherwise cut off inside of the store.
         """
+        if not self._is_own_process():
+            return
         error: BaseException | None = getattr(sys, "last_value", None)
         if error is not None and self._notice is None:
             self._settle(error, printed=True)
         self._stop()
+
+    def _is_own_process(self) -> bool:
+        """False in a fork of this process, which has the monitor's data but not its threads."""
+        return os.getpid() == self._process.pid
 
     def _stop(self) -> None:
         atexit.unregister(self._at_exit)
@@ -269,9 +276,9 @@ class Monitor:
 
     def _beat_once(self) -> None:
         elapsed = self._beat_watch.lap(time.monotonic())
-        same = self._progress.now is self._seen_action
-        self._seen_action = self._progress.now
-        self._action_seconds = self._action_seconds + elapsed if same else 0.0
+        now = self._progress.now
+        self._action_seconds = self._action_seconds + elapsed if now is self._seen_action else 0.0
+        self._seen_action = now
         self._beats += 1
         self._board.write_beat(self._beat())
         if self._store_rank not in (None, self._rank):
@@ -299,7 +306,10 @@ class Monitor:
             self._search_left_seconds -= elapsed
             if self._search_left_seconds <= 0:
                 found = self._own or self._termination()
-        return self._board.post(found) if found else None
+        # Once all have closed, the ranks that are gone have merely been faster.
+        if found is None or (self._closing and self._all_have_closed()):
+            return None
+        return self._board.post(found)
 
     def _beat(self) -> Beat:
         action, micro_batch = self._progress.now
@@ -315,18 +325,16 @@ class Monitor:
         return [rank % self._world_size for rank in ring]
 
     def _silent_rank(self, searching: bool) -> Notice | None:
+        """The notice about a rank that has ended or does not beat."""
+        if gone := self._pulses.gone(self._process.machine):
+            return self._notice_about(gone, "the process was killed, or ended without close()")
         patience = self._patience
         limit = patience.quick_stale_seconds if searching else patience.stale_seconds
-        silent = self._pulses.silent(limit, also_unstarted=searching)
-        if silent is None:
+        if not (silent := self._pulses.silent(limit, also_unstarted=searching)):
             return None
         beat, seconds = silent
-        cause = (
-            f"no heartbeat for {seconds:.1f} s: the process was killed, was stopped, or ended "
-            "without monitor.close()"
-            if beat.count >= 0
-            else "ended before it had started its monitor"
-        )
+        what = "heartbeat yet" if beat.count < 0 else f"heartbeat for {seconds:.1f} s"
+        cause = f"no {what}: the process or its machine was stopped, is unreachable, or has ended"
         return self._notice_about(beat, cause)
 
     def _stall(self) -> Notice | None:
@@ -338,18 +346,12 @@ class Monitor:
         beats = [self._beat(), *others]
         if any(beat.action_seconds < limit for beat in beats):
             return None  # that rank still gets on, and this one may have to wait for it
-        beat = max(
-            beats, key=lambda b: (b.action not in WAITING_ACTIONS, b.action_seconds, -b.rank)
-        )
-        return self._notice_about(
-            beat,
-            f"stalled: no rank has begun a new action for {self._action_seconds:.0f} s, and "
-            + (
-                "all wait for each other"
-                if beat.action in WAITING_ACTIONS
-                else "this one does not wait for another"
-            ),
-        )
+        waits = [beat.action in WAITING_ACTIONS for beat in beats]
+        beat = min(beats, key=lambda beat: (beat.action in WAITING_ACTIONS, beat.rank))
+        how = "all wait for each other" if all(waits) else "this one does not wait for another"
+        seconds = f"{self._action_seconds:.0f} s"
+        cause = f"stalled: no rank has begun a new action for {seconds}, and {how}"
+        return self._notice_about(beat, cause)
 
     def _termination(self) -> Notice:
         return self._notice_about(
@@ -424,9 +426,7 @@ class Monitor:
         left_seconds = patience.linger_seconds + patience.grace_seconds
         while not self._stopped.is_set():
             if self._pipe.wait(patience.look_seconds):
-                if self._search_left_seconds <= 0:
-                    self._search_left_seconds = patience.search_seconds
-                self._wake.set()
+                self._search()
                 left_seconds = min(left_seconds, patience.linger_seconds)
             elapsed = watch.lap(time.monotonic())
             heart.pass_time(elapsed)
@@ -456,16 +456,3 @@ class Monitor:
                 f"this run, or its machine) is gone or unreachable; {self._signature()}"
             )
         end_process(1)
-
-
-def _tells_of_a_lost_peer(error: BaseException) -> bool:
-    """The exception, or one that it comes from, may be the consequence of another rank's end."""
-    link: BaseException | None = error
-    while link is not None:
-        text = str(link).lower()
-        if isinstance(link, (ConnectionError, TimeoutError, dist.DistError)) or (
-            isinstance(link, RuntimeError) and any(word in text for word in _LOST_PEER_WORDS)
-        ):
-            return True
-        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
-    return False

@@ -6,6 +6,7 @@ into a `Beat` in the store ten times a second, and reads the beats of others int
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -71,16 +72,21 @@ class ProcessName:
         """The process ran on that machine, and so can be looked at by those who run there too."""
         return machine != "" and self.machine == machine
 
+    def is_gone(self) -> bool:
+        """The process, of this machine, has ended."""
+        state, started = _state_and_start(self.pid)
+        return started != self.started or state in "ZX"
+
     def can_act(self) -> bool:
         """The process, of this machine, is there and not stopped."""
-        state, started = _state_and_start(self.pid)
-        return started == self.started and state not in "TZX"
+        return not self.is_gone() and _state_and_start(self.pid)[0] != "T"
 
     def kill(self) -> None:
         """Kill the process if it is another one of this machine and still there."""
         is_there = self.is_on(_machine_name()) and _state_and_start(self.pid)[1] == self.started
         if is_there and self.pid != os.getpid():
-            os.kill(self.pid, signal.SIGKILL)
+            with contextlib.suppress(OSError):  # it has just ended, or is not ours to end
+                os.kill(self.pid, signal.SIGKILL)
 
 
 def _machine_name() -> str:
@@ -177,6 +183,11 @@ class Pulses:
     def last(self, rank: int) -> Beat:
         """The last beat seen of a rank."""
         return self._beats.get(rank, Beat(rank))
+
+    def gone(self, machine: str) -> Beat | None:
+        """A rank whose process has ended, if it ran on the given machine: this one."""
+        processes = ((beat, beat.process) for beat in self._beats.values())
+        return next((b for b, p in processes if p.is_on(machine) and p.is_gone()), None)
 
     def silent(self, limit_seconds: float, *, also_unstarted: bool) -> tuple[Beat, float] | None:
         """The rank that has been silent for longest, if for over the limit, and for how long.
