@@ -5,6 +5,21 @@ result = search(profile, cluster, global_batch_size)     also the losers and the
 """
 
 from dapple.planner.refusal import Refusal
-from dapple.planner.search import PLANNERS, Candidate, SearchResult, make_plan, search
+from dapple.planner.search import (
+    PLANNERS,
+    Candidate,
+    SearchOptions,
+    SearchResult,
+    make_plan,
+    search,
+)
 
-__all__ = ["PLANNERS", "Candidate", "Refusal", "SearchResult", "make_plan", "search"]
+__all__ = [
+    "PLANNERS",
+    "Candidate",
+    "Refusal",
+    "SearchOptions",
+    "SearchResult",
+    "make_plan",
+    "search",
+]

@@ -6,7 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dapple.planner.formulas import pipeline_bound
-from dapple.planner.tables import CostTables, Devices, Floats
+from dapple.planner.tables import CostTables
+from dapple.planner.traffic import Devices, Floats
 
 
 def layout_bounds(
@@ -29,14 +30,14 @@ def layout_bounds(
         table = tables.stage(stage_devices)
         start, stop = bounds[:, number], bounds[:, number + 1]
         column = 2 * number
-        forward[:, column] = table.forward[stop] - table.forward[start]
-        backward[:, column] = table.backward[stop] - table.backward[start]
+        forward[:, column] = table.least_forward[stop] - table.least_forward[start]
+        backward[:, column] = table.least_backward[stop] - table.least_backward[start]
         work[:, column] = table.work[stop] - table.work[start]
         own = tables.own_parameter_bytes(start, stop)
         reduce = np.where(own > 0, table.reduce_fixed + own * table.reduce_per_byte, 0.0)
         after[:, column] = reduce + table.optimizer[stop] - table.optimizer[start]
         if number:
-            link = tables.link(devices[number - 1], stage_devices)
+            link = tables.least_link(devices[number - 1], stage_devices)
             forward[:, column - 1] = link.forward[start]
             backward[:, column - 1] = link.backward[start]
             work[:, column - 1] = link.work[start]

@@ -16,7 +16,8 @@ import numpy as np
 from dapple.planner.bounds import layout_bounds
 from dapple.planner.placement import placements
 from dapple.planner.problem import Layout, Problem
-from dapple.planner.tables import Devices, Floats, Ints
+from dapple.planner.tables import Ints
+from dapple.planner.traffic import Devices, Floats
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,8 @@ class Family:
         return Layout(tuple(map(int, self.bounds[row])), self.devices, self.micro_batches)
 
 
-def families(problem: Problem, limit: int) -> tuple[list[Family], bool]:
-    """All layouts, from few stages to many, until there would be more than `limit`.
-
-    Returns:
-        The families, and whether they are all there are.
-    """
+def families(problem: Problem, limit: int) -> list[Family] | None:
+    """All layouts; None: there are more than `limit`."""
     found: list[Family] = []
     total = 0
     most = min(problem.num_layers, problem.num_devices)
@@ -55,13 +52,13 @@ def families(problem: Problem, limit: int) -> tuple[list[Family], bool]:
         room = (limit - total) // per_devices
         devices = list(itertools.islice(device_sequences(problem.machine_sizes, stages), room + 1))
         if len(devices) > room:
-            return found, False
+            return None
         total += per_devices * len(devices)
         bounds = all_bounds(problem.num_layers, stages)
         for count, sets in itertools.product(problem.micro_batch_counts, devices):
             least = layout_bounds(problem.tables(count), bounds, sets)
             found.append(Family(sets, count, bounds, least))
-    return found, True
+    return found
 
 
 def all_bounds(layers: int, stages: int) -> Ints:

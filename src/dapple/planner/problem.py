@@ -12,6 +12,7 @@ from dapple.cluster import Cluster
 from dapple.costs import CostModel, StageMemory, split_rows, stage_memory
 from dapple.errors import InputError
 from dapple.planner.refusal import Refusal
+from dapple.planner.symmetry import Symmetry
 from dapple.planner.tables import CostTables
 from dapple.records import ModelProfile, Plan, StagePlan
 from dapple.schedule import SCHEDULES, warmup_counts
@@ -90,6 +91,7 @@ class Problem:
         self.model = CostModel(profile, cluster, network_model)
         self.machine_sizes = cluster.machine_sizes()
         self._kinds = cluster.kind_of_device()
+        self.symmetry = Symmetry(cluster, self.model.network)
         self._tables: dict[int, CostTables] = {}
 
     @property
@@ -114,12 +116,21 @@ class Problem:
         """Whether the profile says what every layer keeps for its backward."""
         return all(layer.saved_bytes is not None for layer in self.profile.layers)
 
+    @property
+    def optimizer_state_factor(self) -> float:
+        """Bytes of optimizer state per byte of parameters."""
+        return OPTIMIZER_STATE[self.optimizer]
+
     def tables(self, micro_batches: int) -> CostTables:
         """Stage and transfer times for M micro-batches."""
         found = self._tables.get(micro_batches)
         if found is None:
             found = CostTables(
-                self.profile, self.model.network, self.global_batch_size, micro_batches
+                self.profile,
+                self.model.network,
+                self.symmetry,
+                self.global_batch_size,
+                micro_batches,
             )
             self._tables[micro_batches] = found
         return found
@@ -155,7 +166,7 @@ class Problem:
             planner=planner,
             network_model="paper" if self.model.network.model == "paper" else "shared",
             optimizer=self.optimizer,
-            optimizer_state_factor=OPTIMIZER_STATE[self.optimizer],
+            optimizer_state_factor=self.optimizer_state_factor,
             stages=stages,
             cluster=self.cluster,
             profile_fingerprint=self._profile_fingerprint,
@@ -184,7 +195,7 @@ class Problem:
             number,
             rows,
             in_flight,
-            optimizer_state_factor=OPTIMIZER_STATE[self.optimizer],
+            optimizer_state_factor=self.optimizer_state_factor,
             replica=replica,
         )
 

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from dapple.cluster import Cluster
 from dapple.errors import InputError, MemoryPlanError
 from dapple.planner.baselines import BASELINES
+from dapple.planner.estimate import estimate_seconds
 from dapple.planner.exact import families, in_order
+from dapple.planner.general import GeneralSearch
 from dapple.planner.problem import Layout, Problem
 from dapple.planner.refusal import Refusal
 from dapple.records import ModelProfile, Plan, StagePlan
@@ -17,10 +19,24 @@ from dapple.simulator import predict
 PLANNERS = ("dapple", *BASELINES)
 """Names for `make_plan(planner=...)`."""
 
-_LAYOUT_LIMIT = 60_000
-_SIMULATION_LIMIT = 1_500
+_LAYOUT_LIMIT = 20_000
+_SIMULATION_LIMIT = 300
+_BASELINE_TRIES = 3
 _SAME = 1e-9
 """Steps closer than this, relatively, are equal; then fewer stages win."""
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """What a search looks at.
+
+    Attributes:
+        baselines: the baselines are candidates, so that the answer is never worse.
+        exact: look at all layouts where there are few enough.
+    """
+
+    baselines: bool = True
+    exact: bool = True
 
 
 @dataclass(frozen=True)
@@ -100,11 +116,16 @@ def search(
     optimizer: str = "adamw",
     schedule: str = "early-backward",
     network_model: str | None = None,
+    options: SearchOptions | None = None,
 ) -> SearchResult:
     """Like `make_plan`, with the candidates that lost and the reasons why others were refused.
 
+    Args:
+        options: what the search leaves out; for experiments.
+
     Args, Raises: as `make_plan`.
     """
+    options = options or SearchOptions()
     if planner not in PLANNERS:
         raise InputError(f'planner "{planner}" is unknown; known: {", ".join(PLANNERS)}')
     problem = Problem(
@@ -117,12 +138,14 @@ def search(
         network_model=network_model,
     )
     run = _Search(problem)
-    run.try_baselines(BASELINES if planner == "dapple" else [planner])
-    whole = run.try_all() if planner == "dapple" else True
+    if planner != "dapple":
+        run.try_baselines([planner])
+    else:
+        run.search(options)
     if run.best is None:
         raise MemoryPlanError(_nothing_fits(run.refusals.values()))
     plan = problem.plan(run.best.layout, run.best.stages, planner)
-    plan = plan.model_copy(update={"notes": _notes(problem, whole)})
+    plan = plan.model_copy(update={"notes": _notes(problem)})
     plan = plan.model_copy(update={"predicted": predict(plan, profile)})
     refusals = tuple(run.refusals[n] for n in run.refusals if n not in run.candidates)
     return SearchResult(plan, run.candidates, refusals)
@@ -139,24 +162,48 @@ class _Search:
     _known: dict[Layout, Candidate | Refusal] = field(default_factory=dict)
 
     def try_baselines(self, names: Iterable[str]) -> None:
-        """Every baseline at every number of micro-batches."""
+        """Every baseline, at the numbers of micro-batches that look best for it."""
         for name in names:
+            guesses: list[tuple[float, Layout]] = []
             for count in self.problem.micro_batch_counts:
                 for layout in BASELINES[name](self.problem, count):
-                    self.judge(layout, name)
+                    stages = self.problem.fit(layout, name)
+                    if isinstance(stages, Refusal):
+                        self.judge(layout, name)
+                    else:
+                        warmup = [stage.warmup for stage in stages]
+                        guesses.append((estimate_seconds(self.problem, layout, warmup), layout))
+            for _, layout in sorted(guesses)[:_BASELINE_TRIES]:
+                self.judge(layout, name)
+
+    def search(self, options: SearchOptions) -> None:
+        """Baselines, then every layout if they are few, else the general search."""
+        if options.baselines:
+            self.try_baselines(BASELINES)
+        if options.exact and self.try_all():
+            return
+        starts = [candidate.layout for candidate in self.candidates.values()]
+        GeneralSearch(self.problem, self).run(starts)
 
     def try_all(self) -> bool:
-        """Every layout whose bound allows it to win; False: there were too many."""
-        found, whole = families(self.problem, _LAYOUT_LIMIT)
+        """Every layout whose bound allows it to win; False: there are too many."""
+        found = families(self.problem, _LAYOUT_LIMIT)
+        if found is None:
+            return False
         left = _SIMULATION_LIMIT
         for least, layout in in_order(found):
             if self.best is not None and least > self.best.step_seconds * (1 + _SAME):
-                break
+                return True
             if left == 0:
                 return False
             if isinstance(self.judge(layout, "dapple"), Candidate):
                 left -= 1
-        return whole
+        return True
+
+    def seconds(self, layout: Layout) -> float | None:
+        """The simulated step of a layout, or None if it does not fit."""
+        verdict = self.judge(layout, "dapple")
+        return verdict.step_seconds if isinstance(verdict, Candidate) else None
 
     def judge(self, layout: Layout, name: str) -> Candidate | Refusal:
         """Simulate a layout if it fits, and remember it or its refusal."""
@@ -193,7 +240,7 @@ def _rank(layout: Layout) -> tuple[int, int, int, Layout]:
     return layout.num_stages, devices, layout.micro_batches, layout
 
 
-def _notes(problem: Problem, whole: bool) -> tuple[str, ...]:
+def _notes(problem: Problem) -> tuple[str, ...]:
     notes = []
     if not problem.memory_is_known:
         notes.append("memory unchecked: the profile has no saved bytes for some layer")
@@ -202,8 +249,6 @@ def _notes(problem: Problem, whole: bool) -> tuple[str, ...]:
             f"times scaled in proportion to the rows from batch size "
             f"{problem.profile.batch_sizes[0]}, the only one in the profile"
         )
-    if not whole:
-        notes.append("the search was cut short: there are too many plans to look at all")
     return tuple(notes)
 
 

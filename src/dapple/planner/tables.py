@@ -2,24 +2,36 @@
 
 A stage over the layers i..j takes prefix[j] - prefix[i] seconds, for each of a few prefix sums; a
 transfer over the cut before layer j takes the j-th entry of an array. The simulator, not this
-module, decides what a plan costs in the end: these are times without contention.
+module, decides what a plan costs in the end. Two kinds of times are kept apart: `least` ones, below
+which no run can stay, for lower bounds, and `likely` ones for ranking.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import bisect
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dapple.costs import NO_CARD, Network, overlaps, seconds_at, split_rows
+from dapple.costs import Network, bytes_at, split_rows
+from dapple.planner.symmetry import Symmetry
+from dapple.planner.traffic import (
+    CutBytes,
+    Devices,
+    Floats,
+    arrival,
+    busiest,
+    certain_bytes,
+    crossing_bytes,
+    traffic,
+)
 from dapple.records import ModelProfile
 
-Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-Devices = tuple[int, ...]
+Shares = tuple[tuple[float, int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -27,20 +39,27 @@ class StageTable:
     """One device set as a stage, over all layer ranges. Prefix sums of shape (N + 1,), seconds.
 
     Attributes:
-        forward: of the first (largest) micro-batch, on the quickest replica that has rows.
-        backward: of the last (smallest) micro-batch, on the quickest replica that has rows.
+        least_forward: of the first (largest) micro-batch, on the quickest replica that has rows.
+        least_backward: of the last (smallest) micro-batch, likewise.
+        likely_forward, likely_backward: of the first micro-batch on the slowest replica.
         work: forwards and backwards of all micro-batches on the busiest replica.
         optimizer: update of the parameters on the slowest device.
         reduce_fixed: AllReduce seconds that do not depend on the bytes.
         reduce_per_byte: AllReduce seconds for each byte of parameters.
     """
 
-    forward: Floats
-    backward: Floats
+    least_forward: Floats
+    least_backward: Floats
+    likely_forward: Floats
+    likely_backward: Floats
     work: Floats
     optimizer: Floats
     reduce_fixed: float
     reduce_per_byte: float
+
+    def reduce_seconds(self, size: float) -> float:
+        """Seconds of an AllReduce of so many bytes."""
+        return self.reduce_fixed + size * self.reduce_per_byte if size > 0 else 0.0
 
 
 @dataclass(frozen=True)
@@ -48,9 +67,23 @@ class LinkTable:
     """The transfer between two adjacent stages, by cut; shape (N + 1,), seconds.
 
     Attributes:
-        forward: activations of the first micro-batch, to the replica that has its rows first.
+        forward, backward: of the first micro-batch, everything that crosses the cut, until the
+            last flow is through.
+    """
+
+    forward: Floats
+    backward: Floats
+
+
+@dataclass(frozen=True)
+class LeastLink:
+    """What no run of a transfer can stay below, by cut; shape (N + 1,), seconds.
+
+    Attributes:
+        forward: activations of the first micro-batch that certainly travel between the two
+            stages, to the replica that has its rows first.
         backward: gradients of the last micro-batch, likewise.
-        work: the whole step on the busiest flow or network card.
+        work: the whole step's on the busiest flow or network card.
     """
 
     forward: Floats
@@ -64,28 +97,42 @@ class CostTables:
     Args:
         profile: N layers.
         network: routes and rings of the cluster.
+        symmetry: which device sets of the cluster cost the same.
         global_batch_size: rows of a step.
         micro_batches: M <= global_batch_size.
     """
 
     def __init__(
-        self, profile: ModelProfile, network: Network, global_batch_size: int, micro_batches: int
+        self,
+        profile: ModelProfile,
+        network: Network,
+        symmetry: Symmetry,
+        global_batch_size: int,
+        micro_batches: int,
     ) -> None:
         self.profile = profile
         self.network = network
+        self.symmetry = symmetry
         self.micro_batches = micro_batches
         sizes = split_rows(global_batch_size, micro_batches)
         self.first_rows, self.last_rows = sizes[0], sizes[-1]
         self.num_first = sizes.count(sizes[0])
         self._kinds = network.cluster.kind_of_device()
         self._layer_seconds: dict[int, tuple[Floats, Floats]] = {}
+        self._seconds: dict[Shares, dict[str, Floats]] = {}
         self._stages: dict[Devices, StageTable] = {}
-        self._links: dict[tuple[Devices, Devices], LinkTable] = {}
+        self._links: dict[Hashable, LinkTable] = {}
+        self._least_links: dict[Hashable, LeastLink] = {}
 
     @cached_property
-    def cut_bytes(self) -> CutBytes:
-        """Bytes that certainly cross each cut."""
-        return cut_bytes(self.profile)
+    def certain_bytes(self) -> CutBytes:
+        """What certainly travels between the two stages at each cut."""
+        return certain_bytes(self.profile)
+
+    @cached_property
+    def crossing_bytes(self) -> CutBytes:
+        """All that crosses each cut."""
+        return crossing_bytes(self.profile)
 
     @cached_property
     def linked(self) -> NDArray[np.bool_]:
@@ -114,13 +161,24 @@ class CostTables:
         """Prefix sums of the layers' forward and backward seconds at so many rows."""
         found = self._layer_seconds.get(rows)
         if found is None:
-            sizes, layers = self.profile.batch_sizes, self.profile.layers
-            found = (
-                _prefix([seconds_at(sizes, layer.forward_seconds, rows) for layer in layers]),
-                _prefix([seconds_at(sizes, layer.backward_seconds, rows) for layer in layers]),
-            )
-            self._layer_seconds[rows] = found
+            sizes = self.profile.batch_sizes
+            forward, backward = (_prefix(all_at(sizes, v, rows)) for v in self._measured)
+            found = self._layer_seconds[rows] = forward, backward
         return found
+
+    @cached_property
+    def _measured(self) -> tuple[Floats, Floats]:
+        layers = self.profile.layers
+        return (
+            np.array([layer.forward_seconds for layer in layers]),
+            np.array([layer.backward_seconds for layer in layers]),
+        )
+
+    def saved_prefix(self, rows: int) -> Floats:
+        """Prefix sums of the bytes that layers keep for the backward; 0 where not measured."""
+        sizes = self.profile.batch_sizes
+        saved = (layer.saved_bytes or (0,) * len(sizes) for layer in self.profile.layers)
+        return _prefix([bytes_at(sizes, values, rows) for values in saved])
 
     def stage(self, devices: Devices) -> StageTable:
         """The table of a stage on these devices."""
@@ -131,10 +189,24 @@ class CostTables:
 
     def link(self, senders: Devices, receivers: Devices) -> LinkTable:
         """The table of the transfer between adjacent stages on these devices."""
-        key = senders, receivers
+        key = self.symmetry.link_key(senders, receivers)
         found = self._links.get(key)
         if found is None:
-            found = self._links[key] = self._make_link(senders, receivers)
+            crossing = self.crossing_bytes
+            there = traffic(self.network, senders, receivers, self.first_rows)
+            back = traffic(self.network, receivers, senders, self.first_rows)
+            found = self._links[key] = LinkTable(
+                busiest(there, 1, there, 0, crossing.forward),
+                busiest(back, 1, back, 0, crossing.backward),
+            )
+        return found
+
+    def least_link(self, senders: Devices, receivers: Devices) -> LeastLink:
+        """The least seconds of the transfer between adjacent stages on these devices."""
+        key = self.symmetry.link_key(senders, receivers)
+        found = self._least_links.get(key)
+        if found is None:
+            found = self._least_links[key] = self._make_least_link(senders, receivers)
         return found
 
     def own_parameter_bytes(self, start: Ints, stop: Ints) -> Floats:
@@ -158,131 +230,73 @@ class CostTables:
         return groups
 
     def _make_stage(self, devices: Devices) -> StageTable:
-        speeds = [self._kinds[device].speed for device in devices]
-        first, last = (split_rows(n, len(devices)) for n in (self.first_rows, self.last_rows))
-        num_last = self.micro_batches - self.num_first
-        forward, backward = (np.full(self.profile.num_layers + 1, np.inf) for _ in range(2))
-        work = np.zeros(self.profile.num_layers + 1)
-        for speed, a, b in sorted(set(zip(speeds, first, last, strict=True))):
-            seconds_a, seconds_b = self.layer_seconds(a), self.layer_seconds(b)
-            both = self.num_first * sum(seconds_a) + num_last * sum(seconds_b)
-            work = np.maximum(work, both / speed)
-            forward = np.minimum(forward, seconds_a[0] / speed) if a else forward
-            backward = np.minimum(backward, seconds_b[1] / speed) if b else backward
         ring = self.network.ring(devices)
         between = [(r.latency, ring.between_factor / r.rate) for r in ring.between]
+        shares, slowest = self._shares(devices)
         return StageTable(
-            forward=forward,
-            backward=backward,
-            work=work,
-            optimizer=self.optimizer_prefix / min(speeds),
+            **self._stage_seconds(shares),
+            optimizer=self.optimizer_prefix / slowest,
             reduce_fixed=ring.inside_latency + max((a for a, _ in between), default=0.0),
             reduce_per_byte=ring.inside_seconds_per_byte
             + max((b for _, b in between), default=0.0),
         )
 
-    def _make_link(self, senders: Devices, receivers: Devices) -> LinkTable:
-        crossing, num_last = self.cut_bytes, self.micro_batches - self.num_first
-        there, back = crossing.forward, crossing.backward
-        sizes = (self.first_rows, self.num_first), (self.last_rows, num_last)
-        work = np.zeros(self.profile.num_layers + 1)
-        for ends, size in (((senders, receivers), there), ((receivers, senders), back)):
-            first, last = (_traffic(self.network, *ends, rows) for rows, _ in sizes)
-            work = np.maximum(work, _busiest(first, self.num_first, last, num_last, size))
-        return LinkTable(
-            forward=_arrival(self.network, senders, receivers, self.first_rows, there),
-            backward=_arrival(self.network, receivers, senders, self.last_rows, back),
-            work=work,
+    def _shares(self, devices: Devices) -> tuple[Shares, float]:
+        """The different (speed, rows of the first, rows of the last micro-batch) of replicas."""
+        speeds = [self._kinds[device].speed for device in devices]
+        first, last = (split_rows(n, len(devices)) for n in (self.first_rows, self.last_rows))
+        return tuple(sorted(set(zip(speeds, first, last, strict=True)))), min(speeds)
+
+    def _stage_seconds(self, shares: Shares) -> dict[str, Floats]:
+        found = self._seconds.get(shares)
+        if found is not None:
+            return found
+        num_last = self.micro_batches - self.num_first
+        shape = self.profile.num_layers + 1
+        least = [np.full(shape, np.inf) for _ in range(2)]
+        likely = [np.zeros(shape) for _ in range(3)]
+        for speed, first, last in shares:
+            forward, backward = (seconds / speed for seconds in self.layer_seconds(first))
+            forward_last, backward_last = (s / speed for s in self.layer_seconds(last))
+            work = self.num_first * (forward + backward) + num_last * (forward_last + backward_last)
+            likely = [
+                np.maximum(a, b) for a, b in zip(likely, (forward, backward, work), strict=True)
+            ]
+            least[0] = np.minimum(least[0], forward) if first else least[0]
+            least[1] = np.minimum(least[1], backward_last) if last else least[1]
+        names = ("least_forward", "least_backward", "likely_forward", "likely_backward", "work")
+        found = self._seconds[shares] = dict(zip(names, [*least, *likely], strict=True))
+        return found
+
+    def _make_least_link(self, senders: Devices, receivers: Devices) -> LeastLink:
+        certain, num_last = self.certain_bytes, self.micro_batches - self.num_first
+        there, back = (senders, receivers), (receivers, senders)
+        works = []
+        for ends, size in ((there, certain.forward), (back, certain.backward)):
+            first = traffic(self.network, *ends, self.first_rows)
+            last = traffic(self.network, *ends, self.last_rows)
+            works.append(busiest(first, self.num_first, last, num_last, size))
+        return LeastLink(
+            forward=arrival(self.network, *there, self.first_rows, certain.forward),
+            backward=arrival(self.network, *back, self.last_rows, certain.backward),
+            work=np.maximum(*works),
         )
 
 
-@dataclass(frozen=True)
-class MessageBytes:
-    """Bytes of a message, by cut, shape (N + 1,): for each row, and whatever the rows."""
-
-    per_row: Floats
-    fixed: Floats
-
-
-@dataclass(frozen=True)
-class CutBytes:
-    """What the layer before each cut hands to the layer behind it, and the gradients back."""
-
-    forward: MessageBytes
-    backward: MessageBytes
-
-
-def cut_bytes(profile: ModelProfile) -> CutBytes:
-    """Bytes that certainly travel between the two stages at each cut, whatever the other cuts.
-
-    Those are the tensors that the layer before the cut makes and the layer behind it reads.
-    """
-    sums = np.zeros((4, profile.num_layers + 1))
-    for tensor in profile.tensors:
-        cut = tensor.producer + 1
-        if tensor.producer >= 0 and cut in tensor.consumers:
-            sizes = np.array([tensor.bytes_per_sample, tensor.fixed_bytes])
-            sums[:, cut] += np.concatenate([sizes, sizes * tensor.needs_grad])
-    return CutBytes(MessageBytes(sums[0], sums[1]), MessageBytes(sums[2], sums[3]))
+def all_at(sizes: Sequence[int], values: Floats, rows: int) -> Floats:
+    """`dapple.costs.seconds_at` for all layers at once: values (N, sizes) -> seconds (N,)."""
+    if rows <= 0:
+        return np.zeros(len(values))
+    if len(sizes) == 1:
+        scaled: Floats = values[:, 0] * (rows / sizes[0])
+        return scaled
+    if rows <= sizes[0]:
+        return values[:, 0]
+    right = min(max(bisect.bisect_left(sizes, rows), 1), len(sizes) - 1)
+    weight = (rows - sizes[right - 1]) / (sizes[right] - sizes[right - 1])
+    line = values[:, right - 1] + (values[:, right] - values[:, right - 1]) * weight
+    return np.maximum(line, values[:, -1]) if rows > sizes[-1] else line
 
 
-Load = tuple[int, int, float, float]
-"""Rows, number of messages, bytes per second, and latency of a flow or a network card."""
-
-
-def _traffic(
-    network: Network, senders: Devices, receivers: Devices, rows: int
-) -> dict[tuple[int, int], Load]:
-    """What one micro-batch puts on each flow (by replicas) and each card (by (-1, card))."""
-    loads: dict[tuple[int, int], Load] = {}
-    parts = split_rows(rows, len(senders)), split_rows(rows, len(receivers))
-    for sender, receiver, count in overlaps(*parts):
-        route = network.route(senders[sender], receivers[receiver])
-        loads[sender, receiver] = count, 1, route.rate, route.latency
-        for card in (route.out_card, route.in_card):
-            if card != NO_CARD:
-                total, flows, *_ = loads.get((-1, card), (0, 0, 0.0, 0.0))
-                loads[-1, card] = total + count, flows + 1, network.card_bandwidth(card), 0.0
-    return loads
-
-
-def _busiest(
-    first: dict[tuple[int, int], Load],
-    num_first: int,
-    last: dict[tuple[int, int], Load],
-    num_last: int,
-    size: MessageBytes,
-) -> Floats:
-    """Seconds of the busiest flow or card when both sizes of micro-batches are through."""
-    work = np.zeros_like(size.per_row)
-    for key in first.keys() | last.keys():
-        seconds = np.zeros_like(work)
-        for loads, times in ((first, num_first), (last, num_last)):
-            if key in loads:
-                seconds += times * _seconds(loads[key], size)
-        work = np.maximum(work, seconds)
-    return work
-
-
-def _arrival(
-    network: Network, senders: Devices, receivers: Devices, rows: int, size: MessageBytes
-) -> Floats:
-    """Seconds until the first receiver has all of its rows."""
-    waits: dict[int, Floats] = {}
-    for (sender, receiver), load in _traffic(network, senders, receivers, rows).items():
-        if sender >= 0:
-            seconds = _seconds(load, size)
-            waits[receiver] = np.maximum(waits.get(receiver, seconds), seconds)
-    soonest: Floats = np.minimum.reduce(list(waits.values()))
-    return soonest
-
-
-def _seconds(load: Load, size: MessageBytes) -> Floats:
-    rows, messages, rate, latency = load
-    sent = rows * size.per_row + messages * size.fixed
-    seconds: Floats = np.where(sent > 0, latency + sent / rate, 0.0)
-    return seconds
-
-
-def _prefix(values: Sequence[float]) -> Floats:
+def _prefix(values: Sequence[float] | Floats) -> Floats:
     return np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=np.float64))])

@@ -1,0 +1,147 @@
+"""The search that scales: dynamic programme for many M, then the simulator and local changes.
+
+1. for every M, on few cuts: layouts from the dynamic programme, ranked by the estimate
+2. for the best few M, on all cuts, in every device order: more of them
+3. the best estimates are simulated
+4. from the best of these: small changes, estimated, the best of them simulated, repeated
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from dapple.planner.dynamic import Effort, trade_off
+from dapple.planner.estimate import estimate_seconds, stage_loads
+from dapple.planner.frame import Frame, choose_step, device_orders, make_frame
+from dapple.planner.grid import choose_marks, make_grid
+from dapple.planner.neighbours import neighbours
+from dapple.planner.problem import Layout, Problem
+from dapple.planner.refusal import Refusal
+from dapple.planner.traffic import Devices
+
+_SCOUT_MARKS, _MARKS = 24, 48
+_SCOUT_EFFORT, _EFFORT = Effort(close=1.1, between=1), Effort(close=1.02, between=4)
+_BEST_COUNTS = 3
+_STARTS = 3
+_LONG = 10
+"""In pipelines of more stages, only so many of the slowest ones are changed."""
+_WORK = 120_000
+"""Simulated computations that a search may spend; a third of them before the local changes."""
+_OVERHEAD = 200
+"""What the start of a simulation costs, in computations."""
+
+
+class Judge(Protocol):
+    """Whoever simulates layouts and remembers the best."""
+
+    def seconds(self, layout: Layout) -> float | None:
+        """The simulated step of a layout, or None if it does not fit."""
+
+
+@dataclass
+class GeneralSearch:
+    """One search; `judge` keeps its results."""
+
+    problem: Problem
+    judge: Judge
+    _estimates: dict[Layout, float] = field(default_factory=dict)
+    _frames: dict[tuple[Devices, int, int], Frame] = field(default_factory=dict)
+    _left: int = _WORK
+
+    def run(self, starts: Iterable[Layout]) -> None:
+        """Search.
+
+        Args:
+            starts: layouts to improve beside those that the dynamic programme finds.
+        """
+        self._estimate(starts)
+        self._scout()
+        for count in self._best_counts():
+            self._look_closely(count)
+        simulated = self._simulate_best(self._ranked(), _WORK // 3)
+        for seconds, layout in simulated[:_STARTS]:
+            self._improve(layout, seconds)
+
+    def _scout(self) -> None:
+        order = device_orders(self.problem.cluster)[0]
+        for count in self.problem.micro_batch_counts:
+            marks = choose_marks(self.problem.tables(count), _SCOUT_MARKS)
+            grid = make_grid(self.problem, self._frame(order, count), count, marks, 1)
+            for attached in (False, True):
+                found = trade_off(grid, attached, _SCOUT_EFFORT)
+                self._estimate(plan.layout for plan in found)
+
+    def _look_closely(self, count: int) -> None:
+        marks = choose_marks(self.problem.tables(count), _MARKS)
+        for order in device_orders(self.problem.cluster):
+            frame = self._frame(order, count)
+            for in_flight in self._in_flight_options():
+                grid = make_grid(self.problem, frame, count, marks, in_flight)
+                for attached in (False, True):
+                    found = trade_off(grid, attached, _EFFORT)
+                    self._estimate(plan.layout for plan in found)
+
+    def _frame(self, order: Devices, count: int) -> Frame:
+        problem, rows = self.problem, self.problem.tables(count).first_rows
+        reach = min(len(order), rows * problem.num_layers)
+        key = order, reach, choose_step(reach, rows)
+        found = self._frames.get(key)
+        if found is None:
+            found = make_frame(problem.cluster, problem.symmetry, order[:reach], key[2])
+            self._frames[key] = found
+        return found
+
+    def _in_flight_options(self) -> tuple[int, ...]:
+        return (1, 2, 4) if self.problem.memory_is_known else (1,)
+
+    def _best_counts(self) -> list[int]:
+        counts = dict.fromkeys(layout.micro_batches for layout in self._ranked())
+        return list(counts)[:_BEST_COUNTS]
+
+    def _ranked(self) -> list[Layout]:
+        ranked = sorted(self._estimates.items(), key=lambda item: (item[1], item[0]))
+        return [layout for layout, _ in ranked]
+
+    def _estimate(self, layouts: Iterable[Layout]) -> None:
+        for layout in layouts:
+            if layout not in self._estimates:
+                seconds = self._guess(layout)
+                if seconds is not None:
+                    self._estimates[layout] = seconds
+
+    def _guess(self, layout: Layout) -> float | None:
+        stages = self.problem.fit(layout, "dapple")
+        if isinstance(stages, Refusal):
+            return None
+        return estimate_seconds(self.problem, layout, [stage.warmup for stage in stages])
+
+    def _simulate_best(self, ranked: Iterable[Layout], work: int) -> list[tuple[float, Layout]]:
+        """Simulate the first layouts, at least one, as far as the work suffices; best first."""
+        results: list[tuple[float, Layout]] = []
+        for layout in ranked:
+            cost = _OVERHEAD + 2 * layout.micro_batches * sum(map(len, layout.devices))
+            if results and cost > work:
+                break
+            work -= cost
+            self._left -= cost
+            seconds = self.judge.seconds(layout)
+            if seconds is not None:
+                results.append((seconds, layout))
+        return sorted(results)
+
+    def _improve(self, layout: Layout, seconds: float) -> None:
+        while self._left > 0:
+            nearby = neighbours(self.problem, layout, self._focus(layout))
+            guesses = ((self._guess(other), other) for other in nearby)
+            ranked = [other for _, other in sorted((g, o) for g, o in guesses if g is not None)]
+            best = self._simulate_best(ranked, self._left // 6)[:1]
+            if not best or best[0][0] >= seconds * (1 - 1e-9):
+                return
+            seconds, layout = best[0]
+
+    def _focus(self, layout: Layout) -> list[int]:
+        loads = stage_loads(self.problem, layout)
+        slowest = sorted(range(layout.num_stages), key=lambda s: (-loads[s], s))
+        return sorted(slowest[:_LONG])

@@ -1,0 +1,60 @@
+"""Device sets that cost the same: equal machines and devices are interchangeable."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
+
+from dapple.cluster import Cluster
+from dapple.costs import Network
+from dapple.planner.traffic import Devices
+
+
+class Symmetry:
+    """Keys that are equal for device sets of equal cost.
+
+    Args:
+        cluster: the devices.
+        network: its routes and rings.
+    """
+
+    def __init__(self, cluster: Cluster, network: Network) -> None:
+        self._network = network
+        self._kinds = cluster.kind_of_device()
+        self._machine = cluster.machine_of_device()
+        groups = cluster.machine_groups()
+        # Groups with the same content count as one.
+        self._group = [groups.index(group) for group in groups]
+        self._one_kind = len(set(self._kinds)) == 1
+        self._rings: dict[Hashable, tuple[float, float]] = {}
+
+    def least_memory(self, devices: Devices) -> int:
+        """Bytes of the device with the least memory."""
+        if self._one_kind:
+            return self._kinds[0].memory
+        return min(self._kinds[device].memory for device in devices)
+
+    def stage_key(self, devices: Devices) -> Hashable:
+        """Equal where the same layers take the same time and the same share of the memory."""
+        if self._one_kind:
+            return len(devices)
+        return tuple((self._kinds[d].speed, self._kinds[d].memory) for d in devices)
+
+    def link_key(self, senders: Devices, receivers: Devices) -> Hashable:
+        """Equal where transfers between the two stages take the same routes."""
+        names: dict[int, int] = {}
+        machines = [self._machine[device] for device in (*senders, *receivers)]
+        pattern = tuple(names.setdefault(machine, len(names)) for machine in machines)
+        return len(senders), pattern, tuple(self._group[machine] for machine in names)
+
+    def reduce_cost(self, devices: Devices) -> tuple[float, float]:
+        """AllReduce over the devices: seconds whatever the bytes, and seconds for each byte."""
+        counts = Counter(self._machine[device] for device in devices)
+        key = tuple(sorted((self._group[machine], count) for machine, count in counts.items()))
+        found = self._rings.get(key)
+        if found is None:
+            ring = self._network.ring(devices)
+            fixed = ring.inside_latency + max((r.latency for r in ring.between), default=0.0)
+            rate = max((ring.between_factor / r.rate for r in ring.between), default=0.0)
+            found = self._rings[key] = fixed, ring.inside_seconds_per_byte + rate
+        return found

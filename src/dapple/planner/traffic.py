@@ -1,0 +1,123 @@
+"""Bytes over cuts, and the seconds that flows and network cards need for them, without contention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dapple.costs import NO_CARD, Network, overlaps, split_rows
+from dapple.records import ModelProfile, TensorProfile
+
+Floats = NDArray[np.float64]
+Devices = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class MessageBytes:
+    """Bytes of a message, by cut, shape (N + 1,): for each row, and whatever the rows."""
+
+    per_row: Floats
+    fixed: Floats
+
+
+@dataclass(frozen=True)
+class CutBytes:
+    """What crosses each cut, and the gradients back."""
+
+    forward: MessageBytes
+    backward: MessageBytes
+
+
+def certain_bytes(profile: ModelProfile) -> CutBytes:
+    """Bytes that travel between the two stages at each cut, whatever the other cuts.
+
+    Those are the tensors that the layer before the cut makes and the layer behind it reads.
+    """
+    sums = np.zeros((4, profile.num_layers + 1))
+    for tensor in profile.tensors:
+        cut = tensor.producer + 1
+        if tensor.producer >= 0 and cut in tensor.consumers:
+            sums[:, cut] += _sizes(tensor)
+    return CutBytes(MessageBytes(sums[0], sums[1]), MessageBytes(sums[2], sums[3]))
+
+
+def crossing_bytes(profile: ModelProfile) -> CutBytes:
+    """Bytes of all tensors that are made before each cut and read behind it.
+
+    A tensor that skips stages counts at every cut on its way. Inputs of the model are at hand on
+    every rank.
+    """
+    sums = np.zeros((4, profile.num_layers + 1))
+    for tensor in profile.tensors:
+        if tensor.producer >= 0 and tensor.consumers:
+            sums[:, tensor.producer + 1 : max(tensor.consumers) + 1] += _sizes(tensor)[:, None]
+    return CutBytes(MessageBytes(sums[0], sums[1]), MessageBytes(sums[2], sums[3]))
+
+
+def _sizes(tensor: TensorProfile) -> Floats:
+    sizes = np.array([tensor.bytes_per_sample, tensor.fixed_bytes])
+    return np.concatenate([sizes, sizes * tensor.needs_grad])
+
+
+Load = tuple[int, int, float, float]
+"""Rows, number of messages, bytes per second, and latency of a flow or a network card."""
+
+
+def traffic(
+    network: Network, senders: Devices, receivers: Devices, rows: int
+) -> dict[tuple[int, int], Load]:
+    """What one micro-batch puts on each flow (by replicas) and each card (by (-1, card))."""
+    loads: dict[tuple[int, int], Load] = {}
+    parts = split_rows(rows, len(senders)), split_rows(rows, len(receivers))
+    for sender, receiver, count in overlaps(*parts):
+        route = network.route(senders[sender], receivers[receiver])
+        loads[sender, receiver] = count, 1, route.rate, route.latency
+        for card in (route.out_card, route.in_card):
+            if card != NO_CARD:
+                total, flows, *_ = loads.get((-1, card), (0, 0, 0.0, 0.0))
+                loads[-1, card] = total + count, flows + 1, network.card_bandwidth(card), 0.0
+    return loads
+
+
+def busiest(
+    first: dict[tuple[int, int], Load],
+    num_first: int,
+    last: dict[tuple[int, int], Load],
+    num_last: int,
+    size: MessageBytes,
+) -> Floats:
+    """Seconds of the busiest flow or card when both sizes of micro-batches are through."""
+    nothing = (0, 0, 1.0, 0.0)
+    # Many flows carry the same load; each different one is looked at once.
+    pairs = {
+        (first.get(key, nothing), last.get(key, nothing)) for key in first.keys() | last.keys()
+    }
+    work = np.zeros_like(size.per_row)
+    for one, other in sorted(pairs):
+        seconds = num_first * _seconds(one, size)
+        if num_last:
+            seconds = seconds + num_last * _seconds(other, size)
+        work = np.maximum(work, seconds)
+    return work
+
+
+def arrival(
+    network: Network, senders: Devices, receivers: Devices, rows: int, size: MessageBytes
+) -> Floats:
+    """Seconds until the first receiver has all of its rows."""
+    waits: dict[int, Floats] = {}
+    for (sender, receiver), load in traffic(network, senders, receivers, rows).items():
+        if sender >= 0:
+            seconds = _seconds(load, size)
+            waits[receiver] = np.maximum(waits.get(receiver, seconds), seconds)
+    soonest: Floats = np.minimum.reduce(list(waits.values()))
+    return soonest
+
+
+def _seconds(load: Load, size: MessageBytes) -> Floats:
+    rows, messages, rate, latency = load
+    sent = rows * size.per_row + messages * size.fixed
+    seconds: Floats = np.where(sent > 0, latency + sent / rate, 0.0)
+    return seconds

@@ -1,0 +1,125 @@
+"""The general search against an enumeration of all contiguous plans, exact mode switched off."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dapple.cluster import Cluster, preset
+from dapple.costs import seconds_at
+from dapple.planner import SearchOptions, search
+from dapple.planner.frame import choose_step, device_orders, make_frame
+from dapple.planner.grid import choose_marks
+from dapple.planner.neighbours import neighbours
+from dapple.planner.problem import Layout, Problem
+from dapple.planner.tables import all_at
+from dapple.records import ModelProfile
+from tests.planner.instances import brute_force, random_cluster, random_profile
+from tests.planner.strategies import clusters, profiles
+
+ALONE = SearchOptions(baselines=False, exact=False)
+
+
+def _instances(seed: int, count: int) -> list[tuple[int, int, int, int, int]]:
+    rng = random.Random(seed)
+    return [
+        (
+            rng.randrange(10**9),
+            rng.randint(2, 8),
+            rng.randint(2, 5),
+            rng.choice((8, 12, 16)),
+            rng.randint(1, 3),
+        )
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize(("seed", "layers", "devices", "batch", "size"), _instances(4, 25))
+def test_close_to_the_best_contiguous_plan(
+    seed: int, layers: int, devices: int, batch: int, size: int
+) -> None:
+    """Without baselines and without the exact mode, at most 2 % above the best plan."""
+    rng = random.Random(seed)
+    profile, cluster = random_profile(rng, layers), random_cluster(rng, devices)
+    best = brute_force(profile, cluster, batch, size)
+    assert best is not None
+    plan = search(profile, cluster, batch, micro_batch_size=size, options=ALONE).plan
+    assert plan.predicted is not None
+    assert plan.predicted.step_seconds <= best[0] * 1.02
+
+
+@settings(max_examples=60, deadline=None)
+@given(profiles(), clusters(), st.integers(1, 9))
+def test_neighbours_are_valid_layouts(profile: ModelProfile, cluster: Cluster, batch: int) -> None:
+    """Every change keeps all layers, and no device twice."""
+    problem = Problem(profile, cluster, batch)
+    layout = Layout(
+        (0, problem.num_layers), (tuple(range(problem.num_devices)),), problem.micro_batch_counts[0]
+    )
+    for _ in range(3):
+        nearby = neighbours(problem, layout, range(layout.num_stages))
+        assert layout not in nearby
+        for other in nearby:
+            problem.plan(other, other.stages(), "test")
+        if nearby:
+            layout = nearby[len(nearby) // 2]
+
+
+@given(
+    st.lists(st.integers(1, 64), min_size=1, max_size=4, unique=True).map(sorted),
+    st.integers(0, 200),
+    st.data(),
+)
+def test_interpolation_of_all_layers_at_once(
+    sizes: list[int], rows: int, data: st.DataObject
+) -> None:
+    """The same figures as the interpolation of one layer."""
+    values = st.lists(st.floats(0, 10), min_size=len(sizes), max_size=len(sizes))
+    layers = np.array(data.draw(st.lists(values, min_size=1, max_size=3)))
+    expected = [seconds_at(sizes, layer, rows) for layer in layers]
+    assert all_at(sizes, layers, rows) == pytest.approx(expected)
+
+
+def test_orders_of_devices() -> None:
+    """Machine by machine, and one of each machine in turn."""
+    assert device_orders(preset("config-a:2x2")) == [(0, 1, 2, 3), (0, 2, 1, 3)]
+    assert device_orders(preset("config-b")) == [tuple(range(16))]
+
+
+def test_frame_of_two_machines() -> None:
+    """Devices may be left idle up to the next machine, and equal stages are found to be equal."""
+    cluster = preset("config-a:2x2")
+    problem = Problem(random_profile(random.Random(1), 4), cluster, 8)
+    frame = make_frame(cluster, problem.symmetry, (0, 1, 2, 3), 1)
+    assert frame.sources == ((), (), (0, 1), (), (2, 3))
+    assert [len(devices) for devices in frame.stages] == [1, 2, 3, 4]
+    assert frame.kind[0].tolist() == [0, 1, 2, 3]
+    assert frame.kind[3].tolist() == [0, -1, -1, -1]
+    inside, across = frame.link[1, 0], frame.link[2, 0]
+    assert frame.links[inside] == ((0,), (1,))
+    assert frame.links[across] == ((1,), (2,))
+    assert frame.link[3, 0] == inside
+
+
+def test_steps_grow_with_the_cluster() -> None:
+    """Small clusters are searched device by device, large ones in blocks."""
+    assert choose_step(16, 1024) == 1
+    assert choose_step(200, 1) == 1
+    assert choose_step(1024, 1024) > 8
+
+
+def test_marks_keep_the_cheap_cuts() -> None:
+    """With more layers than marks, the cheapest cut of each part of the model stays."""
+    profile = random_profile(random.Random(2), 200)
+    problem = Problem(profile, preset("config-a"), 8)
+    marks = choose_marks(problem.tables(8), 40)
+    assert marks[0] == 0
+    assert marks[-1] == 200
+    assert 30 <= len(marks) <= 42
+    assert (np.diff(marks) > 0).all()
+    crossing = problem.tables(8).crossing_bytes.forward.per_row
+    assert crossing[marks[1:-1]].mean() < 0.5 * crossing[1:-1].mean()
