@@ -10,17 +10,17 @@ def seconds_at(sizes: Sequence[int], values: Sequence[float], rows: float) -> fl
     """A time at `rows`, from times measured at ascending batch sizes.
 
     Linear between sizes. Below the smallest size, its time: halving a batch of one saves
-    nothing. Above the largest, by the slope of the last segment, and never less than the last
-    time. With one size only, proportional to the rows. No rows take no time.
+    nothing. Above the largest, proportional to its time: the slope of the last segment would be
+    the difference of two measurements, which noise can turn into work for free. No rows take no
+    time.
     """
     if rows <= 0:
         return 0.0
-    if len(sizes) == 1:
-        return values[0] * (rows / sizes[0])
-    if rows <= sizes[0]:
+    if len(sizes) > 1 and rows <= sizes[0]:
         return values[0]
-    value = _on_segment(sizes, values, rows)
-    return max(value, values[-1]) if rows > sizes[-1] else value
+    if len(sizes) == 1 or rows >= sizes[-1]:
+        return values[-1] * (rows / sizes[-1])
+    return _on_segment(sizes, values, rows)
 
 
 def bytes_at(sizes: Sequence[int], values: Sequence[float], rows: float) -> float:
