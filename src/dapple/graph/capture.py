@@ -121,9 +121,10 @@ class LayerGraph:
         arguments, keywords = as_call(inputs)
         flat, spec = pytree.tree_flatten((arguments, keywords))
         if spec != self._input_spec:
+            captured = [s.constant if s.dtype is None else _A_TENSOR for s in self.inputs]
             raise InputError(
-                f"the inputs have the structure {spec}, but the model was captured with "
-                f"{self._input_spec}; pass the same arguments"
+                f"the inputs are ({_as_call_text(flat, spec)}), but {self.name} was captured with "
+                f"({_as_call_text(captured, self._input_spec)}); pass the same arguments"
             )
         named = dict(zip((s.name for s in self.inputs), flat, strict=True))
         rows: dict[str, int] = {}
@@ -257,8 +258,9 @@ def capture(
     finally:
         for module, mode in modes.items():
             module.training = mode
-    notes = _align(training, other or training)
-    names = _first_names(model, training, other or training)
+    programs = [training] if other is None else [training, other]
+    notes = _align(programs)
+    names = _first_names(model, *programs)
     specs = tuple(_input_spec(node.name, v, rows) for node, v in _pair(training, flat))
     graph = LayerGraph(
         name=name or type(model).__name__,
@@ -287,6 +289,22 @@ def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, tuple | list):
         return tuple(inputs), {}
     return (inputs,), {}
+
+
+class _ATensor:
+    def __repr__(self) -> str:
+        return "tensor"
+
+
+_A_TENSOR = _ATensor()
+
+
+def _as_call_text(flat: Sequence[Any], spec: pytree.TreeSpec) -> str:
+    """Arguments as in a call, such as "tensor, mask=tensor, scale=3"."""
+    shown = [_A_TENSOR if isinstance(v, torch.Tensor) else v for v in flat]
+    arguments, keywords = pytree.tree_unflatten(shown, spec)
+    words = [repr(a) for a in arguments] + [f"{n}={v!r}" for n, v in keywords.items()]
+    return ", ".join(words)
 
 
 def own_loss(output: Any) -> torch.Tensor:
@@ -386,8 +404,9 @@ def _batch_symbol(module: torch.fx.GraphModule, rows: int) -> sympy.Symbol | Non
     return None
 
 
-def _align(training: Program, evaluation: Program) -> list[str]:
-    """Give both programs the same layers, with every boundary legal in both."""
+def _align(programs: Sequence[Program]) -> list[str]:
+    """Give all programs the same layers, with every boundary legal in each."""
+    training, evaluation = programs[0], programs[-1]
     if training.unit_names != evaluation.unit_names:
         raise CaptureError(
             f"the model runs other modules in training ({training.unit_names}) than in evaluation "
@@ -395,14 +414,16 @@ def _align(training: Program, evaluation: Program) -> list[str]:
         )
     notes: list[str] = []
     while True:
-        illegal = training.illegal_boundaries() | evaluation.illegal_boundaries()
+        illegal: dict[int, str] = {}
+        for program in programs:
+            illegal |= program.illegal_boundaries()
         if not illegal:
             return notes
         for boundary, reason in sorted(illegal.items()):
             before, after = training.unit_names[boundary - 1 : boundary + 1]
             notes.append(f"no cut between {before} and {after}: {reason}")
-        training.merge(illegal)
-        evaluation.merge(illegal)
+        for program in programs:
+            program.merge(illegal)
 
 
 def _first_names(model: nn.Module, *programs: Program) -> dict[str, str]:
