@@ -33,6 +33,7 @@ class Run:
         step_rows: the global batch size of each step.
         optimizer: a key of `OPTIMIZERS`.
         schedule: the plan's schedule.
+        split: how the layers are cut, see `make_plan`.
     """
 
     model: str
@@ -42,6 +43,7 @@ class Run:
     step_rows: tuple[int, ...] = ()
     optimizer: str = "adamw"
     schedule: str = "early-backward"
+    split: str = "even"
 
     @property
     def all_rows(self) -> tuple[int, ...]:
@@ -157,13 +159,21 @@ def make_plan(
     rows: int,
     num_micro_batches: int,
     schedule: str = "early-backward",
+    split: str = "even",
     **changes: Any,
 ) -> Plan:
-    """An even split of the layers over stages with these replica counts."""
+    """A plan for stages with these replica counts.
+
+    Args:
+        split: "even": stages of as many layers each. "early": two layers, then one each, and all
+            the rest, so that the skip of the skip net passes over a stage in the middle.
+    """
     devices = sum(replicas)
     stages, first = [], 0
     warmup = warmup_counts(len(replicas), num_micro_batches)
     cuts = [round(i * graph.num_layers / len(replicas)) for i in range(len(replicas) + 1)]
+    if split == "early":
+        cuts = [0, *range(2, len(replicas) + 1), graph.num_layers]
     for s, count in enumerate(replicas):
         stages.append(
             StagePlan(
@@ -221,7 +231,7 @@ def make_trainer(graph: Any, run: Run, **trainer_arguments: Any) -> Trainer:
     """One rank's trainer for a run."""
     return Trainer(
         graph,
-        make_plan(graph, run.replicas, run.rows, run.num_micro_batches, run.schedule),
+        make_plan(graph, run.replicas, run.rows, run.num_micro_batches, run.schedule, run.split),
         OPTIMIZERS[run.optimizer],
         weight=EXAMPLES[run.model].weight,
         device=torch.device("cpu"),

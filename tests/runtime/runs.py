@@ -16,6 +16,7 @@ FACTORS: dict[str, Any] = {
     "rows": [12, 13],
     "optimizer": ["sgd", "adamw"],
     "schedule": ["early-backward", "gpipe"],
+    "split": ["even", "early"],
 }
 
 PAIRWISE_RUNS: list[Run] = [Run(**row) for row in pairwise(FACTORS)]  # type: ignore[arg-type]
@@ -30,7 +31,7 @@ ODD_BATCHES = [
 ]
 
 ODD_RUNS: list[Run] = [
-    Run(model, replicas, micro_batches, rows, step_rows)
+    Run(model, replicas, micro_batches, rows, step_rows, split="early")
     for model, replicas in [("gpt", (3, 2)), ("skip", (2, 1, 2)), ("inside", (1, 1))]
     for rows, micro_batches, step_rows in ODD_BATCHES
 ]

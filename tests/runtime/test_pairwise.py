@@ -29,6 +29,7 @@ def test_the_parity_runs_show_every_pair() -> None:
             "rows": run.rows,
             "optimizer": run.optimizer,
             "schedule": run.schedule,
+            "split": run.split,
         }
         for run in PAIRWISE_RUNS
     ]

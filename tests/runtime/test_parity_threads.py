@@ -45,9 +45,10 @@ def test_parameters_and_losses_equal_one_process(name: str, replicas: tuple[int,
         step_rows=st.tuples(SIZES, SIZES, SIZES),
         optimizer=st.sampled_from(list(cases.OPTIMIZERS)),
         schedule=st.sampled_from(["early-backward", "gpipe"]),
+        split=st.sampled_from(["even", "early"]),
     )
 )
-@example(Run("skip", (4, 1, 2), 7, 3, (3, 1, 14)))
+@example(Run("skip", (4, 1, 2), 7, 3, (3, 1, 14), split="early"))
 @example(Run("gpt", (2, 3, 1, 1), 1, 14, (1, 14, 2), "sgd", "gpipe"))
 def test_any_plan_and_any_batch_sizes_equal_one_process(run: Run) -> None:
     """Any replica counts and any batch sizes, step by step, give one process's parameters.

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 from dapple.graph import LayerGraph, StageProgram
+from dapple.records import Plan
+from dapple.runtime.trainer import Trainer
 from dapple.runtime.transport import Done, Pending
 
 TIME_LIMIT = 60.0
@@ -151,3 +153,32 @@ class OwnCopy:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._graph, name)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    """Plain gradient descent, which shows any error in a gradient's scale."""
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def on_ranks(
+    graph: LayerGraph,
+    plan: Plan,
+    work: Callable[[Trainer], Any],
+    optimizer: Callable[[Any], torch.optim.Optimizer] = sgd,
+    **arguments: Any,
+) -> list[Any]:
+    """What `work` gives on each rank of a plan, each with a trainer and parameters of its own."""
+    return run_threads(
+        plan.num_devices,
+        lambda transport: work(
+            Trainer(
+                OwnCopy(graph),
+                plan,
+                optimizer,
+                transport=transport,
+                device=torch.device("cpu"),
+                record=False,
+                **arguments,
+            )
+        ),
+    )
