@@ -47,7 +47,7 @@ def test_close_to_the_best_contiguous_plan(
     profile, cluster = random_profile(rng, layers), random_cluster(rng, devices)
     best = brute_force(profile, cluster, batch, size)
     assert best is not None
-    plan = search(profile, cluster, batch, micro_batch_size=size, options=ALONE).plan
+    plan = search(profile, cluster, batch, micro_batch_size=size, warmup="A", options=ALONE).plan
     assert plan.predicted is not None
     assert plan.predicted.step_seconds <= best[0] * 1.02
 

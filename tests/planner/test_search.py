@@ -139,7 +139,7 @@ def test_memory_caps_the_warm_up() -> None:
     """K_i is lowered where the activations of S - i micro-batches do not fit."""
     profile = _profile(layers=4, saved=20 * MIB)
     cluster = preset("config-a:1x4").with_memory("60 MiB")
-    plan = make_plan(profile, cluster, 16, micro_batch_size=1, planner="straight")
+    plan = make_plan(profile, cluster, 16, micro_batch_size=1, planner="straight", warmup="A")
     assert [stage.warmup for stage in plan.stages] == [2, 2, 2, 1]
 
 

@@ -6,9 +6,10 @@ import itertools
 from collections.abc import Sequence
 
 from dapple.planner.problem import Layout, Problem
+from dapple.records import StagePlan
 
 
-def estimate_seconds(problem: Problem, layout: Layout, warmup: Sequence[int]) -> float:
+def estimate_seconds(problem: Problem, layout: Layout, stages: Sequence[StagePlan]) -> float:
     """About the seconds of a step, without contention; usually a few per cent too low.
 
     The largest of, over the stages s and the transfers between them,
@@ -23,10 +24,14 @@ def estimate_seconds(problem: Problem, layout: Layout, warmup: Sequence[int]) ->
     Args:
         problem: what is planned.
         layout: cuts, devices and M.
-        warmup: K_s per stage.
+        stages: its stages, for their K_s and what they recompute.
     """
     forward, backward, work, after = _stage_times(problem, layout)
     count = layout.micro_batches
+    for s, stage in enumerate(stages):
+        if stage.recompute:
+            backward[2 * s] += forward[2 * s]
+            work[2 * s] += count * forward[2 * s]
     trip, trips = 0.0, [0.0] * len(forward)
     for s in range(len(forward) - 1, -1, -1):
         trip += forward[s] + backward[s]
@@ -34,8 +39,8 @@ def estimate_seconds(problem: Problem, layout: Layout, warmup: Sequence[int]) ->
     before_f = before_b = longest = 0.0
     total_f, total_b = sum(forward), sum(backward)
     for s, own in enumerate(work):
-        if s % 2 == 0 and warmup[s // 2] < count:
-            own = max(own, trips[s] * (1 + (count - 1) / warmup[s // 2]))
+        if s % 2 == 0 and stages[s // 2].warmup < count:
+            own = max(own, trips[s] * (1 + (count - 1) / stages[s // 2].warmup))
         busy = before_f + own + max(before_b + after[0], after[s])
         longest = max(longest, busy, total_f + total_b - before_b + after[s])
         before_f += forward[s]

@@ -106,16 +106,16 @@ class GeneralSearch:
 
     def _estimate(self, layouts: Iterable[Layout]) -> None:
         for layout in layouts:
-            if layout not in self._estimates:
-                seconds = self._guess(layout)
+            for variant in self.problem.variants(layout):
+                seconds = None if variant in self._estimates else self._guess(variant)
                 if seconds is not None:
-                    self._estimates[layout] = seconds
+                    self._estimates[variant] = seconds
 
     def _guess(self, layout: Layout) -> float | None:
         stages = self.problem.fit(layout, "dapple")
         if isinstance(stages, Refusal):
             return None
-        return estimate_seconds(self.problem, layout, [stage.warmup for stage in stages])
+        return estimate_seconds(self.problem, layout, stages)
 
     def _simulate_best(self, ranked: Iterable[Layout], work: int) -> list[tuple[float, Layout]]:
         """Simulate the first layouts, at least one, as far as the work suffices; best first."""

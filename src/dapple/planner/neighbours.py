@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from dapple.planner.frame import device_orders
 from dapple.planner.placement import POLICIES, place
@@ -28,8 +29,12 @@ def neighbours(problem: Problem, layout: Layout, focus: Sequence[int]) -> list[L
         found.update(dict.fromkeys(change(problem, layout, focus)))
     found.update(dict.fromkeys(_placed(problem, layout)))
     found.update(dict.fromkeys(_other_counts(problem, layout)))
-    found.pop(layout, None)
-    return list(found)
+    same = {
+        replace(other, policy=layout.policy, recompute=layout.recompute): None for other in found
+    }
+    same.update(dict.fromkeys(problem.variants(layout)))
+    same.pop(layout, None)
+    return list(same)
 
 
 def pack(order: Devices, counts: Sequence[int]) -> tuple[Devices, ...]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from dapple.cluster import Cluster
@@ -24,30 +24,37 @@ OPTIMIZER_STATE = {"adamw": 2.0, "adam": 2.0, "sgd": 0.0, "momentum": 1.0, "adag
 
 @dataclass(frozen=True, order=True)
 class Layout:
-    """A plan before memory and warm-up: cuts, devices and the number of micro-batches.
+    """A plan before memory caps its warm-up: cuts, devices, M and the warm-up policy.
 
     Attributes:
         bounds: S + 1 layer numbers from 0 to N; stage s holds layers bounds[s]..bounds[s + 1].
         devices: per stage its devices.
         micro_batches: M.
+        policy: warm-up policy "A" or "B" (DAPPLE, section 3).
+        recompute: stages whose activations do not fit run their forwards again.
     """
 
     bounds: tuple[int, ...]
     devices: tuple[tuple[int, ...], ...]
     micro_batches: int
+    policy: str = "A"
+    recompute: bool = False
 
     @property
     def num_stages(self) -> int:
         """Number of stages."""
         return len(self.devices)
 
-    def stages(self, warmup: Sequence[int] | None = None) -> tuple[StagePlan, ...]:
-        """The stages, with warm-up counts if given."""
+    def stages(
+        self, warmup: Sequence[int] | None = None, recompute: Sequence[bool] | None = None
+    ) -> tuple[StagePlan, ...]:
+        """The stages, with warm-up counts and recomputation if given."""
         counts = warmup or [1] * self.num_stages
+        again = recompute or [False] * self.num_stages
         return tuple(
-            StagePlan(start=a, stop=b, devices=devices, warmup=k)
-            for (a, b), devices, k in zip(
-                itertools.pairwise(self.bounds), self.devices, counts, strict=True
+            StagePlan(start=a, stop=b, devices=devices, warmup=k, recompute=r)
+            for (a, b), devices, k, r in zip(
+                itertools.pairwise(self.bounds), self.devices, counts, again, strict=True
             )
         )
 
@@ -62,6 +69,8 @@ class Problem:
         micro_batch_size: rows of a micro-batch; None: the planner chooses.
         optimizer: one of `OPTIMIZER_STATE`.
         schedule: one of `dapple.schedule.SCHEDULES`.
+        warmup: "A", "B" or "tuned"; None: whichever is best.
+        recompute: stages may run their forwards again where memory is short.
         network_model: "shared" or "paper"; None: the cluster's.
 
     Raises:
@@ -78,7 +87,11 @@ class Problem:
         optimizer: str = "adamw",
         schedule: str = "early-backward",
         network_model: str | None = None,
+        warmup: str | None = None,
+        recompute: bool = False,
     ) -> None:
+        if warmup is not None:
+            _check_known("warm-up policy", warmup, ("A", "B", "tuned"))
         _check_batch(global_batch_size, micro_batch_size)
         _check_known("optimizer", optimizer, OPTIMIZER_STATE)
         _check_known("schedule", schedule, SCHEDULES)
@@ -88,6 +101,8 @@ class Problem:
         self.micro_batch_size = micro_batch_size
         self.optimizer = optimizer
         self.schedule = schedule
+        self.warmup = warmup
+        self.recompute = recompute
         self.model = CostModel(profile, cluster, network_model)
         self.machine_sizes = cluster.machine_sizes()
         self._kinds = cluster.kind_of_device()
@@ -116,6 +131,22 @@ class Problem:
         """Whether the profile says what every layer keeps for its backward."""
         return all(layer.saved_bytes is not None for layer in self.profile.layers)
 
+    def variants(self, layout: Layout) -> list[Layout]:
+        """The layout with every warm-up policy, and recomputation where it is allowed."""
+        policies = [self.warmup] if self.warmup in ("A", "B") else ["A", "B"]
+        if layout.num_stages == 1 or layout.micro_batches == 1 or self.schedule == "gpipe":
+            policies = policies[:1]
+        again = [False, True] if self.recompute and self.memory_is_known else [False]
+        return [
+            replace(layout, policy=policy, recompute=r)
+            for r, policy in itertools.product(again, policies)
+        ]
+
+    @property
+    def tunes_warmup(self) -> bool:
+        """Whether warm-up counts beside the policies' are looked for."""
+        return self.warmup in (None, "tuned") and self.schedule != "gpipe"
+
     @property
     def optimizer_state_factor(self) -> float:
         """Bytes of optimizer state per byte of parameters."""
@@ -136,24 +167,38 @@ class Problem:
         return found
 
     def fit(self, layout: Layout, name: str) -> tuple[StagePlan, ...] | Refusal:
-        """Warm-up counts under memory: min(S - i, D, M), never increasing; GPipe needs M.
+        """Warm-up counts under memory: the policy's K_i, D and M, never increasing; GPipe needs M.
 
-        D comes from the replica with most rows. Without saved bytes memory is unchecked.
+        D comes from the replica with most rows. Without saved bytes memory is unchecked. With
+        `layout.recompute`, stages whose warm-up memory would cut short recompute.
         """
-        stages = layout.stages()
+        stages = list(layout.stages())
         total = layout.micro_batches
-        if self.schedule == "gpipe":
-            wanted: Sequence[int] = [total] * len(stages)
-        else:
-            wanted = warmup_counts(len(stages), total)
+        whole = self.schedule == "gpipe"
+        wanted: Sequence[int] = [total] * len(stages)
+        if not whole:
+            wanted = warmup_counts(len(stages), total, layout.policy)
         counts: list[int] = []
         for number, want in enumerate(wanted):
             want = min(want, counts[-1] if counts else want)
             allowed = self._allowed_in_flight(stages, number, total, want)
-            if allowed < (want if self.schedule == "gpipe" else 1):
+            if allowed < want and layout.recompute:
+                kept = stages[number]
+                stages[number] = kept.model_copy(update={"recompute": True})
+                again = self._allowed_in_flight(stages, number, total, want)
+                stages[number] = stages[number] if again > allowed else kept
+                allowed = max(allowed, again)
+            if allowed < (want if whole else 1):
                 return self._refusal(layout, name, stages, number, want)
             counts.append(min(want, allowed))
-        return layout.stages(counts)
+        return layout.stages(counts, [bool(stage.recompute) for stage in stages])
+
+    def most_in_flight(self, stages: Sequence[StagePlan], micro_batches: int) -> list[int]:
+        """Per stage the most micro-batches in flight that its memory holds, at most M."""
+        return [
+            self._allowed_in_flight(stages, number, micro_batches, micro_batches)
+            for number in range(len(stages))
+        ]
 
     def plan(self, layout: Layout, stages: tuple[StagePlan, ...], planner: str) -> Plan:
         """The plan of a layout whose stages fit; not yet predicted."""
@@ -169,6 +214,7 @@ class Problem:
             optimizer_state_factor=self.optimizer_state_factor,
             stages=stages,
             cluster=self.cluster,
+            simulate_only=("recompute",) if any(stage.recompute for stage in stages) else (),
             profile_fingerprint=self._profile_fingerprint,
             model_fingerprint=self.profile.model_fingerprint,
         )
@@ -279,6 +325,6 @@ def _check_batch(global_batch_size: int, micro_batch_size: int | None) -> None:
         )
 
 
-def _check_known(what: str, name: str, known: Sequence[str] | dict[str, float]) -> None:
+def _check_known(what: str, name: str, known: Iterable[str]) -> None:
     if name not in known:
         raise InputError(f'{what} "{name}" is unknown; known: {", ".join(known)}')

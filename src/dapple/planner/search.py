@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 
 from dapple.cluster import Cluster
 from dapple.errors import InputError, MemoryPlanError
 from dapple.planner.baselines import BASELINES
+from dapple.planner.certificate import lower_bound
 from dapple.planner.estimate import estimate_seconds
 from dapple.planner.exact import families, in_order
 from dapple.planner.general import GeneralSearch
 from dapple.planner.problem import Layout, Problem
 from dapple.planner.refusal import Refusal
+from dapple.planner.warmup import tune_warmup
 from dapple.records import ModelProfile, Plan, StagePlan
 from dapple.simulator import predict
 
@@ -33,10 +35,12 @@ class SearchOptions:
     Attributes:
         baselines: the baselines are candidates, so that the answer is never worse.
         exact: look at all layouts where there are few enough.
+        certificate: compute a lower bound on the step of all plans.
     """
 
     baselines: bool = True
     exact: bool = True
+    certificate: bool = True
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,8 @@ def make_plan(
     optimizer: str = "adamw",
     schedule: str = "early-backward",
     network_model: str | None = None,
+    warmup: str | None = None,
+    recompute: bool = False,
 ) -> Plan:
     """The plan with the shortest simulated step among those that fit.
 
@@ -86,6 +92,9 @@ def make_plan(
         optimizer: "adamw", "sgd", ...; its state counts against the memory.
         schedule: "early-backward" or "gpipe".
         network_model: "shared" or "paper"; None: the cluster's.
+        warmup: policy "A" or "B", or "tuned": the smallest K_i with the best step; None: best.
+        recompute: stages may run their forwards again where memory is short; such a plan is
+            marked simulate-only.
 
     Returns:
         A plan with its prediction. Ties go to fewer stages; the same input gives the same plan.
@@ -103,6 +112,8 @@ def make_plan(
         optimizer=optimizer,
         schedule=schedule,
         network_model=network_model,
+        warmup=warmup,
+        recompute=recompute,
     ).plan
 
 
@@ -116,6 +127,8 @@ def search(
     optimizer: str = "adamw",
     schedule: str = "early-backward",
     network_model: str | None = None,
+    warmup: str | None = None,
+    recompute: bool = False,
     options: SearchOptions | None = None,
 ) -> SearchResult:
     """Like `make_plan`, with the candidates that lost and the reasons why others were refused.
@@ -136,17 +149,24 @@ def search(
         optimizer=optimizer,
         schedule=schedule,
         network_model=network_model,
+        warmup=warmup,
+        recompute=recompute,
     )
     run = _Search(problem)
     if planner != "dapple":
         run.try_baselines([planner])
     else:
         run.search(options)
+    run.tune()
     if run.best is None:
         raise MemoryPlanError(_nothing_fits(run.refusals.values()))
     plan = problem.plan(run.best.layout, run.best.stages, planner)
     plan = plan.model_copy(update={"notes": _notes(problem)})
-    plan = plan.model_copy(update={"predicted": predict(plan, profile)})
+    predicted = predict(plan, profile)
+    if planner == "dapple" and options.certificate:
+        bound = lower_bound(problem, predicted.step_seconds, plan.num_micro_batches)
+        predicted = predicted.model_copy(update={"lower_bound_seconds": bound})
+    plan = plan.model_copy(update={"predicted": predicted})
     refusals = tuple(run.refusals[n] for n in run.refusals if n not in run.candidates)
     return SearchResult(plan, run.candidates, refusals)
 
@@ -166,13 +186,12 @@ class _Search:
         for name in names:
             guesses: list[tuple[float, Layout]] = []
             for count in self.problem.micro_batch_counts:
-                for layout in BASELINES[name](self.problem, count):
+                for layout in self._variants(BASELINES[name](self.problem, count)):
                     stages = self.problem.fit(layout, name)
                     if isinstance(stages, Refusal):
                         self.judge(layout, name)
                     else:
-                        warmup = [stage.warmup for stage in stages]
-                        guesses.append((estimate_seconds(self.problem, layout, warmup), layout))
+                        guesses.append((estimate_seconds(self.problem, layout, stages), layout))
             for _, layout in sorted(guesses)[:_BASELINE_TRIES]:
                 self.judge(layout, name)
 
@@ -194,11 +213,28 @@ class _Search:
         for least, layout in in_order(found):
             if self.best is not None and least > self.best.step_seconds * (1 + _SAME):
                 return True
-            if left == 0:
+            if left <= 0:
                 return False
-            if isinstance(self.judge(layout, "dapple"), Candidate):
-                left -= 1
+            for variant in self.problem.variants(layout):
+                left -= isinstance(self.judge(variant, "dapple"), Candidate)
         return True
+
+    def tune(self) -> None:
+        """Give the best candidate the warm-up counts that suit it best."""
+        best = self.best
+        if best is None or best.layout.num_stages == 1 or not self.problem.tunes_warmup:
+            return
+        count = best.layout.micro_batches
+        stages, seconds = tune_warmup(
+            best.stages,
+            self.problem.most_in_flight(best.stages, count),
+            lambda stages: self.problem.step_seconds(stages, count),
+        )
+        self.best = replace(best, stages=stages, step_seconds=seconds)
+
+    def _variants(self, layouts: Iterable[Layout]) -> Iterator[Layout]:
+        for layout in layouts:
+            yield from self.problem.variants(layout)
 
     def seconds(self, layout: Layout) -> float | None:
         """The simulated step of a layout, or None if it does not fit."""

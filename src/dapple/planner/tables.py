@@ -287,15 +287,15 @@ def all_at(sizes: Sequence[int], values: Floats, rows: int) -> Floats:
     """`dapple.costs.seconds_at` for all layers at once: values (N, sizes) -> seconds (N,)."""
     if rows <= 0:
         return np.zeros(len(values))
-    if len(sizes) == 1:
-        scaled: Floats = values[:, 0] * (rows / sizes[0])
-        return scaled
-    if rows <= sizes[0]:
+    if len(sizes) > 1 and rows <= sizes[0]:
         return values[:, 0]
-    right = min(max(bisect.bisect_left(sizes, rows), 1), len(sizes) - 1)
+    if len(sizes) == 1 or rows >= sizes[-1]:
+        scaled: Floats = values[:, -1] * (rows / sizes[-1])
+        return scaled
+    right = max(bisect.bisect_left(sizes, rows), 1)
     weight = (rows - sizes[right - 1]) / (sizes[right] - sizes[right - 1])
-    line = values[:, right - 1] + (values[:, right] - values[:, right - 1]) * weight
-    return np.maximum(line, values[:, -1]) if rows > sizes[-1] else line
+    line: Floats = values[:, right - 1] + (values[:, right] - values[:, right - 1]) * weight
+    return line
 
 
 def _prefix(values: Sequence[float] | Floats) -> Floats:

@@ -1,0 +1,76 @@
+"""Warm-up counts tuned to one plan: the fewest micro-batches in flight with the shortest step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from dapple.records import StagePlan
+
+Seconds = Callable[[tuple[StagePlan, ...]], float]
+_SAME = 1e-9
+
+
+def tune_warmup(
+    stages: tuple[StagePlan, ...], most: Sequence[int], step_seconds: Seconds
+) -> tuple[tuple[StagePlan, ...], float]:
+    """The smallest K_i per stage with which the simulated step is best.
+
+    First the best of the given counts and of as many as memory holds; then, stage by stage from
+    the last, the least count that leaves the step as it is.
+
+    Args:
+        stages: a plan's stages with the counts to start from.
+        most: per stage the most micro-batches that fit, at most M.
+        step_seconds: the simulator.
+
+    Returns:
+        The stages and their step in seconds.
+    """
+    best, seconds = stages, step_seconds(stages)
+    for counts in ([stage.warmup for stage in stages], [2 * s.warmup for s in stages], most):
+        raised = _with_counts(stages, _never_increasing(counts, most))
+        found = step_seconds(raised)
+        if found < seconds * (1 - _SAME):
+            best, seconds = raised, found
+    before = None
+    while before != best:  # A count can be bounded by the next stage's until that is lowered.
+        before = best
+        for number in reversed(range(len(best))):
+            best = _lowered(best, number, seconds, step_seconds)
+    return best, step_seconds(best)
+
+
+def _lowered(
+    stages: tuple[StagePlan, ...], number: int, seconds: float, step_seconds: Seconds
+) -> tuple[StagePlan, ...]:
+    """The stages with the least count at one of them that keeps the step."""
+    low = stages[number + 1].warmup if number + 1 < len(stages) else 1
+    counts = [stage.warmup for stage in stages]
+
+    def tried(count: int) -> tuple[StagePlan, ...]:
+        return _with_counts(stages, [*counts[:number], count, *counts[number + 1 :]])
+
+    high = counts[number]
+    if low < high and step_seconds(tried(high - 1)) > seconds * (1 + _SAME):
+        return stages
+    while low < high:
+        middle = (low + high) // 2
+        if step_seconds(tried(middle)) <= seconds * (1 + _SAME):
+            high = middle
+        else:
+            low = middle + 1
+    return tried(high)
+
+
+def _never_increasing(counts: Sequence[int], most: Sequence[int]) -> list[int]:
+    result: list[int] = []
+    for count, cap in zip(counts, most, strict=True):
+        result.append(max(1, min(count, cap, result[-1] if result else cap)))
+    return result
+
+
+def _with_counts(stages: tuple[StagePlan, ...], counts: Sequence[int]) -> tuple[StagePlan, ...]:
+    return tuple(
+        stage.model_copy(update={"warmup": count})
+        for stage, count in zip(stages, counts, strict=True)
+    )

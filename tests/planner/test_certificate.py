@@ -1,0 +1,87 @@
+"""The lower bound holds for every plan, and is close to the best one."""
+
+from __future__ import annotations
+
+import random
+import statistics
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dapple.cluster import Cluster
+from dapple.planner import make_plan
+from dapple.planner.certificate import lower_bound, meets, relax
+from dapple.planner.exact import all_bounds, device_sequences
+from dapple.planner.problem import Layout, Problem
+from dapple.planner.refusal import Refusal
+from dapple.records import ModelProfile
+from tests.planner.instances import brute_force, random_cluster, random_profile
+from tests.planner.strategies import clusters, profiles
+
+
+@settings(max_examples=250, deadline=None)
+@given(profiles(), clusters(), st.integers(1, 13), st.data())
+def test_no_plan_is_below_the_bound(
+    profile: ModelProfile, cluster: Cluster, batch: int, data: st.DataObject
+) -> None:
+    """The relaxed costs allow the step of any plan, for its M and for every range around it."""
+    problem = Problem(profile, cluster, batch)
+    count = data.draw(st.integers(1, batch), label="M")
+    stages = data.draw(st.integers(1, min(problem.num_layers, problem.num_devices)))
+    devices = data.draw(st.sampled_from(list(device_sequences(problem.machine_sizes, stages))))
+    bounds = data.draw(st.sampled_from(all_bounds(problem.num_layers, stages).tolist()))
+    layout = Layout(tuple(bounds), devices, count, data.draw(st.sampled_from("AB")))
+    fitting = problem.fit(layout, "test")
+    if isinstance(fitting, Refusal):
+        return
+    seconds = problem.step_seconds(fitting, count)
+    assert meets(relax(problem, count, count), seconds)
+    low = data.draw(st.integers(1, count), label="low")
+    high = data.draw(st.integers(count, batch), label="high")
+    assert meets(relax(problem, low, high), seconds)
+
+
+@settings(max_examples=40, deadline=None)
+@given(profiles(max_layers=4), clusters(max_devices=3), st.integers(1, 7))
+def test_bound_of_all_micro_batch_counts(
+    profile: ModelProfile, cluster: Cluster, batch: int
+) -> None:
+    """It is the least bound over every M."""
+    problem = Problem(profile, cluster, batch)
+    layout = Layout((0, problem.num_layers), ((0,),), 1)
+    seconds = problem.step_seconds(layout.stages(), 1)
+    whole = lower_bound(problem, seconds, 1)
+    for count in range(1, batch + 1):
+        if not meets(relax(problem, count, count), seconds):
+            continue
+        size = -(-batch // count)
+        if -(-batch // size) == count:
+            one = lower_bound(
+                Problem(profile, cluster, batch, micro_batch_size=size), seconds, count
+            )
+            assert whole <= one * 1.003 + 1e-12
+
+
+def test_close_to_the_optimum_on_brute_forced_instances() -> None:
+    """On average within 5 % of the best contiguous plan."""
+    rng = random.Random(9)
+    ratios = []
+    for _ in range(25):
+        profile = random_profile(rng, rng.randint(2, 8))
+        cluster = random_cluster(rng, rng.randint(2, 5))
+        best = brute_force(profile, cluster, 12, 2)
+        assert best is not None
+        bound = lower_bound(Problem(profile, cluster, 12, micro_batch_size=2), best[0], 6)
+        assert bound <= best[0]
+        ratios.append(bound / best[0])
+    assert statistics.mean(ratios) >= 0.95
+
+
+def test_the_plan_carries_its_bound() -> None:
+    """A plan says how far it can be from the best."""
+    rng = random.Random(3)
+    profile, cluster = random_profile(rng, 6), random_cluster(rng, 4)
+    predicted = make_plan(profile, cluster, 16).predicted
+    assert predicted is not None
+    assert predicted.lower_bound_seconds is not None
+    assert 0.5 * predicted.step_seconds < predicted.lower_bound_seconds <= predicted.step_seconds
