@@ -33,7 +33,7 @@ class Run:
         step_rows: the global batch size of each step.
         optimizer: a key of `OPTIMIZERS`.
         schedule: the plan's schedule.
-        split: how the layers are cut, see `make_plan`.
+        split, policy: how the layers are cut and how deep stages warm up, see `make_plan`.
     """
 
     model: str
@@ -44,6 +44,7 @@ class Run:
     optimizer: str = "adamw"
     schedule: str = "early-backward"
     split: str = "even"
+    policy: str = "A"
 
     @property
     def all_rows(self) -> tuple[int, ...]:
@@ -160,6 +161,7 @@ def make_plan(
     num_micro_batches: int,
     schedule: str = "early-backward",
     split: str = "even",
+    policy: str = "A",
     **changes: Any,
 ) -> Plan:
     """A plan for stages with these replica counts.
@@ -167,10 +169,11 @@ def make_plan(
     Args:
         split: "even": stages of as many layers each. "early": two layers, then one each, and all
             the rest, so that the skip of the skip net passes over a stage in the middle.
+        policy: of warm-up, see `warmup_counts`.
     """
     devices = sum(replicas)
     stages, first = [], 0
-    warmup = warmup_counts(len(replicas), num_micro_batches)
+    warmup = warmup_counts(len(replicas), num_micro_batches, policy)
     cuts = [round(i * graph.num_layers / len(replicas)) for i in range(len(replicas) + 1)]
     if split == "early":
         cuts = [0, *range(2, len(replicas) + 1), graph.num_layers]
@@ -231,7 +234,15 @@ def make_trainer(graph: Any, run: Run, **trainer_arguments: Any) -> Trainer:
     """One rank's trainer for a run."""
     return Trainer(
         graph,
-        make_plan(graph, run.replicas, run.rows, run.num_micro_batches, run.schedule, run.split),
+        make_plan(
+            graph,
+            run.replicas,
+            run.rows,
+            run.num_micro_batches,
+            run.schedule,
+            run.split,
+            run.policy,
+        ),
         OPTIMIZERS[run.optimizer],
         weight=EXAMPLES[run.model].weight,
         device=torch.device("cpu"),

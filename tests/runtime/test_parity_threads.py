@@ -46,6 +46,7 @@ def test_parameters_and_losses_equal_one_process(name: str, replicas: tuple[int,
         optimizer=st.sampled_from(list(cases.OPTIMIZERS)),
         schedule=st.sampled_from(["early-backward", "gpipe"]),
         split=st.sampled_from(["even", "early"]),
+        policy=st.sampled_from(["A", "B"]),
     )
 )
 @example(Run("skip", (4, 1, 2), 7, 3, (3, 1, 14), split="early"))

@@ -1,15 +1,16 @@
-"""Ranks as threads of one process, joined by queues that know no tags: order is all there is.
+"""Ranks as threads of one process, joined by channels that know no tags: order is all there is.
 
-Stands for NCCL, whose messages are first in, first out for each pair and direction, and makes a
-whole plan run in milliseconds.
+Stands for NCCL, whose messages are first in, first out for each pair and direction, and for gloo,
+where a send is done only when its receive has been posted, and its tensor is read as late as
+that. Makes a whole plan run in milliseconds.
 """
 
 from __future__ import annotations
 
 import copy
-import queue
 import threading
-from collections import defaultdict
+import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,14 +25,49 @@ TIME_LIMIT = 60.0
 
 
 class Switchboard:
-    """The queues between the ranks, and the sums under way."""
+    """The channels between the ranks, and the sums under way."""
 
     def __init__(self) -> None:
-        self.queues: dict[Any, queue.Queue[torch.Tensor]] = defaultdict(queue.Queue)
-        self.lock = threading.Lock()
+        self.changed = threading.Condition()
+        self.sends: dict[Any, deque[_Message]] = defaultdict(deque)
+        self.receives: dict[Any, deque[_Message]] = defaultdict(deque)
         self.sums: dict[Any, list[torch.Tensor]] = defaultdict(list)
-        self.ready: dict[Any, threading.Event] = defaultdict(threading.Event)
-        self.failed = threading.Event()
+        self.failed = False
+
+    def wait_for(self, ready: Callable[[], bool], what: str) -> None:
+        """Wait until something is so; the caller holds the lock."""
+        deadline = time.monotonic() + TIME_LIMIT
+        while not ready():
+            self.changed.wait(1.0)
+            if self.failed:
+                raise RuntimeError("another rank failed")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{what} did not end")
+
+
+class _Message:
+    """One side of a message; the other side is its partner once both have come."""
+
+    def __init__(self, board: Switchboard, tensor: torch.Tensor, name: str) -> None:
+        assert tensor.is_contiguous()
+        self.tensor = tensor
+        self.partner: _Message | None = None
+        self.is_done = False
+        self._board = board
+        self._name = name
+
+    def wait(self) -> None:
+        """Wait for the partner, and move the bytes if it has not done so: never earlier."""
+        with self._board.changed:
+            self._board.wait_for(lambda: self.partner is not None, self._name)
+            if not self.is_done:
+                assert self.partner is not None
+                is_send = self._name.startswith("send")
+                source, target = (self, self.partner) if is_send else (self.partner, self)
+                assert source.tensor.shape == target.tensor.shape
+                assert source.tensor.dtype == target.tensor.dtype
+                target.tensor.copy_(source.tensor)
+                self.is_done = self.partner.is_done = True
 
 
 class ThreadTransport:
@@ -44,74 +80,48 @@ class ThreadTransport:
         self._calls: dict[Any, int] = defaultdict(int)
 
     def send(self, tensor: torch.Tensor, peer: int, stages: tuple[int, int]) -> Pending:
-        assert tensor.is_contiguous()
-        self._board.queues[self.rank, peer].put(tensor.clone())
-        return Done()
+        message = _Message(self._board, tensor, f"send {self.rank} -> {peer}")
+        return self._meet((self.rank, peer), message, self._board.sends, self._board.receives)
 
     def receive(self, buffer: torch.Tensor, peer: int, stages: tuple[int, int]) -> Pending:
-        assert buffer.is_contiguous()
-        source = self._board.queues[peer, self.rank]
-        # Posted receives take messages in the order of posting, not of waiting.
-        ticket = _Ticket(self._board, source, buffer)
-        waiting = self._board.queues.setdefault(("posted", peer, self.rank), queue.Queue())
-        waiting.put(ticket)  # type: ignore[arg-type]
-        ticket.waiting = waiting
-        return ticket
+        message = _Message(self._board, buffer, f"receive {peer} -> {self.rank}")
+        return self._meet((peer, self.rank), message, self._board.receives, self._board.sends)
 
     def sum(self, tensor: torch.Tensor, ranks: Sequence[int]) -> Pending:
         if len(ranks) == 1:
             return Done()
         key = (tuple(ranks), self._calls[tuple(ranks)])
         self._calls[tuple(ranks)] += 1
-        with self._board.lock:
+        with self._board.changed:
             parts = self._board.sums[key]
             parts.append(tensor)
-            event = self._board.ready[key]
             if len(parts) == len(ranks):
                 total = torch.stack([p.clone() for p in parts]).sum(0)
                 for part in parts:
                     part.copy_(total)
-                event.set()
-        return _Wait(self._board, event)
+                self._board.changed.notify_all()
+        return _Sum(self._board, key)
+
+    def _meet(self, channel: Any, message: _Message, mine: Any, others: Any) -> _Message:
+        with self._board.changed:
+            if others[channel]:
+                message.partner = others[channel].popleft()
+                message.partner.partner = message
+                self._board.changed.notify_all()
+            else:
+                mine[channel].append(message)
+        return message
 
 
-class _Ticket:
-    def __init__(self, board: Switchboard, source: Any, buffer: torch.Tensor) -> None:
-        self._board, self._source, self._buffer = board, source, buffer
-        self.waiting: Any = None
-        self.done = False
-
-    def wait(self) -> None:
-        while not self.done:
-            first = self.waiting.get_nowait()
-            message = _get(self._board, first._source)
-            assert first._buffer.shape == message.shape, (first._buffer.shape, message.shape)
-            assert first._buffer.dtype == message.dtype
-            first._buffer.copy_(message)
-            first.done = True
-
-
-class _Wait:
-    def __init__(self, board: Switchboard, event: threading.Event) -> None:
-        self._board, self._event = board, event
+class _Sum:
+    def __init__(self, board: Switchboard, key: Any) -> None:
+        self._board, self._key = board, key
 
     def wait(self) -> None:
-        for _ in range(int(TIME_LIMIT / 0.05)):
-            if self._event.wait(0.05):
-                return
-            if self._board.failed.is_set():
-                raise RuntimeError("another rank failed")
-        raise TimeoutError("a sum did not end")
-
-
-def _get(board: Switchboard, source: Any) -> torch.Tensor:
-    for _ in range(int(TIME_LIMIT / 0.05)):
-        try:
-            return source.get(timeout=0.05)
-        except queue.Empty:
-            if board.failed.is_set():
-                raise RuntimeError("another rank failed") from None
-    raise TimeoutError("a message did not arrive")
+        ranks, _ = self._key
+        with self._board.changed:
+            parts = self._board.sums[self._key]
+            self._board.wait_for(lambda: len(parts) == len(ranks), f"a sum over {ranks}")
 
 
 def run_threads(world_size: int, function: Callable[[ThreadTransport], Any]) -> list[Any]:
@@ -125,7 +135,9 @@ def run_threads(world_size: int, function: Callable[[ThreadTransport], Any]) -> 
             results[rank] = function(ThreadTransport(board, rank, world_size))
         except BaseException as error:
             errors.append(error)
-            board.failed.set()
+            with board.changed:
+                board.failed = True
+                board.changed.notify_all()
 
     threads = [threading.Thread(target=work, args=(r,), daemon=True) for r in range(world_size)]
     for thread in threads:
