@@ -1,4 +1,16 @@
-"""Plans that people make by hand: pure data parallelism, straight and even pipelines."""
+"""The planners to compare with: plans that people make by hand, and the published planners.
+
+    dp          one stage on every device; its AllReduce starts when the last backward has ended
+    straight    one device per stage, cut evenly by time: the slowest stage is as fast as possible
+    even        one device per stage, cut evenly by the number of layers
+    gpipe       the straight pipeline with GPipe's schedule (Huang et al., NeurIPS 2019)
+    torchgpipe  torchgpipe's balance by time, with GPipe's schedule
+    pipedream   PipeDream's hierarchical dynamic programme
+    hpgo        the released search of DAPPLE's authors
+
+All are judged like our own plans: the simulator decides, micro-batch sizes and warm-up are chosen
+for each, and what does not fit the memory is refused.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +18,10 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from dapple.planner.hpgo import hpgo
+from dapple.planner.pipedream import pipedream
 from dapple.planner.problem import Layout, Problem
+from dapple.planner.torchgpipe import torchgpipe
 
 Baseline = Callable[[Problem, int], Iterator[Layout]]
 
@@ -34,7 +49,36 @@ def even(problem: Problem, micro_batches: int) -> Iterator[Layout]:
     yield Layout(bounds, _one_each(stages), micro_batches)
 
 
-BASELINES: dict[str, Baseline] = {"dp": data_parallel, "straight": straight, "even": even}
+BASELINES: dict[str, Baseline] = {
+    "dp": data_parallel,
+    "straight": straight,
+    "even": even,
+    "gpipe": straight,
+    "torchgpipe": torchgpipe,
+    "pipedream": pipedream,
+    "hpgo": hpgo,
+}
+
+FIXED_SCHEDULES = {"gpipe": "gpipe", "torchgpipe": "gpipe"}
+"""Baselines that are defined by their schedule, whichever is asked for."""
+
+_SEARCHES = ("pipedream", "hpgo")
+_SEARCH_LIMIT = 600
+
+
+def candidates(problem: Problem) -> tuple[str, ...]:
+    """The baselines that a search looks at before its own plans, so that it is never worse.
+
+    Other planners' searches are left out where they would take longer than our own (layers x
+    devices above 600): their plans lie within our search space.
+    """
+    small = problem.num_layers * problem.num_devices <= _SEARCH_LIMIT
+    return tuple(
+        name
+        for name in BASELINES
+        if FIXED_SCHEDULES.get(name, problem.schedule) == problem.schedule
+        and (small or name not in _SEARCHES)
+    )
 
 
 def balanced_bounds(costs: list[float], parts: int) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from dapple.cluster import Cluster
 from dapple.errors import InputError, MemoryPlanError
-from dapple.planner.baselines import BASELINES
+from dapple.planner.baselines import BASELINES, FIXED_SCHEDULES, candidates
 from dapple.planner.certificate import lower_bound
 from dapple.planner.estimate import estimate_seconds
 from dapple.planner.exact import families, in_order
@@ -88,7 +88,7 @@ def make_plan(
         cluster: the devices; the plan may use fewer.
         global_batch_size: rows of a step, >= 1.
         micro_batch_size: rows of a micro-batch before the replica split; None: chosen.
-        planner: "dapple" searches; "dp", "straight" and "even" build what their names say.
+        planner: "dapple" searches; the other `PLANNERS` are there to compare with.
         optimizer: "adamw", "sgd", ...; its state counts against the memory.
         schedule: "early-backward" or "gpipe".
         network_model: "shared" or "paper"; None: the cluster's.
@@ -147,7 +147,7 @@ def search(
         global_batch_size,
         micro_batch_size=micro_batch_size,
         optimizer=optimizer,
-        schedule=schedule,
+        schedule=FIXED_SCHEDULES.get(planner, schedule),
         network_model=network_model,
         warmup=warmup,
         recompute=recompute,
@@ -198,7 +198,7 @@ class _Search:
     def search(self, options: SearchOptions) -> None:
         """Baselines, then every layout if they are few, else the general search."""
         if options.baselines:
-            self.try_baselines(BASELINES)
+            self.try_baselines(candidates(self.problem))
         if options.exact and self.try_all():
             return
         starts = [candidate.layout for candidate in self.candidates.values()]
@@ -247,6 +247,8 @@ class _Search:
         if verdict is None:
             verdict = self._known[layout] = self._judge(layout, name)
         if isinstance(verdict, Refusal):
+            # Another planner may have come up with the same layout first.
+            verdict = replace(verdict, name=name)
             if name not in self.refusals or verdict.excess < self.refusals[name].excess:
                 self.refusals[name] = verdict
             return verdict

@@ -1,0 +1,252 @@
+"""The authors' released search, HPGO 0.9.2: pure DP, straight, and every two-stage split.
+
+Source: the package HPGO 0.9.2 of the paper's authors (BSD-3-Clause), its conductor
+`AsyncOrchestrate` and score `sync_pipeline_speedup_analytical`; written anew from its formulas.
+It is not the recursion T_PL of DAPPLE, section 3: its dynamic programme minimises the slowest
+block, and because a replicated stage is taken to split perfectly and to reduce its gradients for
+free there, one stage on all devices always wins it. What is left are three families:
+
+    data parallel   one stage on i * floor(G / i) devices, i = 2..G
+    straight        two stages on half the devices each, and one stage per device
+    two stages      every cut x every number of devices, placed Fresh, Append or Scatter First
+
+Nor is the score the paper's equations 1 and 2. With block t = slowest stage or transfer, T = the
+time of all layers, and a family's replication r, M = global batch / (r x least micro-batch):
+
+    L = (M - 1) t + T / (r M) + sum_i transfer_i / (r M) + max(0, max_i (AllReduce_i - i t))
+
+A transfer counts once for activations and gradients, which pass each other (full duplex); the
+straight family's balance counts it twice. The original has a slip: a stage's AllReduce also takes
+the parameters of the layer behind the stage (for VGG-19 on single-device machines this moves the
+cut from MaxPool2d_5, before the first FC layer, to Conv2d_5_1). We look at both, with the slip and
+without.
+
+Network: "paper" figures, nothing is shared. Into one machine, the senders of other machines send
+their shares through one flow; to several machines, everything moves at AllReduce bandwidth.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from dapple.cluster import Cluster
+from dapple.costs import Network
+from dapple.planner.placement import place
+from dapple.planner.problem import Layout, Problem
+from dapple.planner.published import layer_costs
+from dapple.planner.tables import Ints
+from dapple.planner.traffic import Devices, Floats
+
+_MARKS = 256
+"""Beyond, only so many cuts are looked at."""
+
+
+@dataclass(frozen=True)
+class BatchCosts:
+    """A model on one device, for the whole global batch, at n + 1 places where it may be cut.
+
+    Attributes:
+        seconds: shape (n + 1,), prefix sums of forward and backward.
+        parameter_bytes: shape (n + 1,), prefix sums.
+        crossing_bytes: shape (n + 1,), activations over each cut.
+        rows: the global batch size.
+        slip: whether a stage's AllReduce takes the layer behind it too, as in the original.
+    """
+
+    seconds: Floats
+    parameter_bytes: Floats
+    crossing_bytes: Floats
+    rows: int
+    slip: bool = True
+
+    @property
+    def reduced_until(self) -> Floats:
+        """Parameter bytes up to where a stage's AllReduce counts them, by the stage's end."""
+        until = self.parameter_bytes
+        return np.append(until[1:], until[-1]) if self.slip else until
+
+
+@dataclass(frozen=True, order=True)
+class Scored:
+    """A plan with its score L in seconds; cuts are indices into the costs' places."""
+
+    seconds: float
+    cuts: tuple[int, ...]
+    devices: tuple[Devices, ...]
+
+
+def hpgo(problem: Problem, micro_batches: int) -> Iterator[Layout]:
+    """The released search's choices: with its least micro-batch of 1 row and with ours.
+
+    The plan is HPGO's; how many micro-batches it runs in is up to the caller.
+    """
+    one, rows = layer_costs(problem, micro_batches, _MARKS), problem.global_batch_size
+    largest = problem.tables(micro_batches).first_rows
+    whole = BatchCosts(
+        one.seconds * (rows / largest),
+        one.parameter_bytes,
+        one.activation_bytes * (rows / largest),
+        rows,
+    )
+    plans = {
+        released_search(costs, problem.cluster, least)
+        for costs in (whole, dataclasses.replace(whole, slip=False))
+        for least in (1, largest)
+    }
+    for cuts, devices in sorted({(plan.cuts, plan.devices) for plan in plans}):
+        yield Layout(tuple(int(one.places[c]) for c in cuts), devices, micro_batches)
+
+
+def released_search(costs: BatchCosts, cluster: Cluster, least_micro_batch: int = 1) -> Scored:
+    """The plan with the best score.
+
+    Args:
+        costs: the model.
+        cluster: G devices.
+        least_micro_batch: rows of a micro-batch on one device, HPGO's `min_micro_batch_size`.
+    """
+    found = [*_data_parallel(costs, cluster, least_micro_batch)]
+    found += _straight(costs, cluster, least_micro_batch)
+    found += _two_stages(costs, cluster, least_micro_batch)
+    return min(found)
+
+
+def _data_parallel(costs: BatchCosts, cluster: Cluster, least: int) -> Iterator[Scored]:
+    network, total, all_devices = _network(cluster), costs.seconds[-1], cluster.num_devices
+    for ways in range(min(2, all_devices), all_devices + 1):
+        replicas = all_devices // ways
+        devices = tuple(range(ways * replicas))
+        count = _micro_batches(costs, replicas, least)
+        block = total / len(devices) / count
+        reduce = network.ring(devices).seconds(costs.parameter_bytes[-1])
+        seconds = (count - 1) * block + total / replicas / count + reduce
+        yield Scored(float(seconds), (0, len(costs.seconds) - 1), (devices,))
+
+
+def _straight(costs: BatchCosts, cluster: Cluster, least: int) -> Iterator[Scored]:
+    places, count = len(costs.seconds) - 1, cluster.num_devices
+    shapes = {(min(places, count), 1)}
+    if places > 1 and count > 2 and count % 2 == 0:
+        shapes.add((2, count // 2))
+    for stages, replicas in sorted(shapes):
+        first = range(stages) if replicas == 1 else range(0, count, replicas)
+        yield _chain(costs, cluster, [tuple(range(d, d + replicas)) for d in first], least)
+
+
+def _chain(costs: BatchCosts, cluster: Cluster, devices: list[Devices], least: int) -> Scored:
+    """Equally replicated stages on consecutive devices, cut so that the slowest block is fastest.
+
+    Of HPGO's placements we take the one that crosses machines least.
+    """
+    replicas = len(devices[0])
+    links = [_transfer(cluster, a, b) for a, b in itertools.pairwise(devices)]
+    cuts, slowest = _balance(costs, links, len(devices), replicas)
+    count = _micro_batches(costs, replicas, least)
+    block = slowest / count
+    moved = sum(costs.crossing_bytes[c] * link for c, link in zip(cuts[1:], links, strict=False))
+    ends = list(cuts)
+    held = costs.reduced_until[ends[1:]] - costs.parameter_bytes[ends[:-1]]
+    rings = [_network(cluster).ring(part) for part in devices]
+    late = max(
+        ring.seconds(size) - n * block
+        for n, (ring, size) in enumerate(zip(rings, held, strict=True))
+    )
+    fill = (costs.seconds[-1] + moved) / replicas / count
+    seconds = (count - 1) * block + fill + max(0.0, late)
+    return Scored(float(seconds), cuts, tuple(devices))
+
+
+def _balance(
+    costs: BatchCosts, links: list[float], stages: int, replicas: int
+) -> tuple[tuple[int, ...], float]:
+    """Cuts with the least slowest block, twice the activations' transfers included."""
+    places = len(costs.seconds) - 1
+    stage = (costs.seconds[None, :] - costs.seconds[:, None]) / replicas
+    stage = np.where(np.tri(places + 1, dtype=np.bool_), np.inf, stage)
+    best, starts = stage[0], []
+    for link in links:
+        before = np.maximum(best, 2 * costs.crossing_bytes * link)
+        worst = np.maximum(before[:, None], stage)
+        starts.append(worst.argmin(axis=0))
+        best = worst.min(axis=0)
+    cuts = [places]
+    for start in reversed(starts):
+        cuts.append(int(start[cuts[-1]]))
+    return (0, *reversed(cuts)), float(best[places])
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """Every way to give all G devices to two stages. Shape (P, 1) each."""
+
+    devices: tuple[tuple[Devices, Devices], ...]
+    widths: Ints
+    transfer: Floats
+    reduces: tuple[Floats, Floats]
+
+
+def _two_stages(costs: BatchCosts, cluster: Cluster, least: int) -> Iterator[Scored]:
+    if len(costs.seconds) < 3 or cluster.num_devices < 2:
+        return
+    pairs, count = _pairs(cluster), _micro_batches(costs, 1, least)
+    before, total = costs.seconds[None, 1:-1], costs.seconds[-1]
+    moved = costs.crossing_bytes[None, 1:-1] * pairs.transfer
+    behind = (total - before) / (cluster.num_devices - pairs.widths)
+    block = np.maximum(np.maximum(before / pairs.widths, behind), moved) / count
+    held = costs.parameter_bytes[None, 1:-1]
+    first = costs.reduced_until[None, 1:-1] * pairs.reduces[0]
+    second = (costs.parameter_bytes[-1] - held) * pairs.reduces[1]
+    late = np.maximum(np.maximum(first, second - block), 0.0)
+    seconds = (count - 1) * block + (total + moved) / count + late
+    row, column = divmod(int(seconds.argmin()), seconds.shape[1])
+    cuts = (0, column + 1, len(costs.seconds) - 1)
+    yield Scored(float(seconds[row, column]), cuts, pairs.devices[row])
+
+
+@functools.lru_cache(maxsize=8)
+def _pairs(cluster: Cluster) -> _Pairs:
+    network, sizes, count = _network(cluster), cluster.machine_sizes(), cluster.num_devices
+    found: dict[tuple[Devices, Devices], None] = {}
+    for width in range(1, count):
+        for policy in ("fresh", "append", "scatter"):
+            first = place(policy, sizes, (), width)
+            assert first is not None, "a cluster has room for fewer devices than it has"
+            # What is left is one set, whichever policy takes it.
+            found[first, tuple(sorted(set(range(count)).difference(first)))] = None
+    rings = [[network.ring(part).inside_seconds_per_byte for part in pair] for pair in found]
+    return _Pairs(
+        tuple(found),
+        np.array([[len(first)] for first, _ in found]),
+        np.array([[_transfer(cluster, *pair)] for pair in found]),
+        (np.array(rings)[:, :1], np.array(rings)[:, 1:]),
+    )
+
+
+@functools.lru_cache(maxsize=8)
+def _network(cluster: Cluster) -> Network:
+    return Network(cluster, "paper")
+
+
+def _transfer(cluster: Cluster, senders: Devices, receivers: Devices) -> float:
+    """Seconds for each byte that a stage sends to the next."""
+    network = _network(cluster)
+    targets = {network.machine(device) for device in receivers}
+    if len(targets) > 1:
+        together = (*senders, *receivers)
+        per_byte = network.ring(together).inside_seconds_per_byte
+        return per_byte / (2 * (len(together) - 1) / len(together))
+    outside = [device for device in senders if network.machine(device) not in targets]
+    if not outside:
+        return 1 / network.route(senders[0], receivers[0]).rate
+    slowest = min(network.route(device, receivers[0]).rate for device in outside)
+    return len(outside) / len(senders) / slowest
+
+
+def _micro_batches(costs: BatchCosts, replicas: int, least: int) -> int:
+    return max(1, costs.rows // replicas // least)
