@@ -74,7 +74,15 @@ def reentrant(self: Affine, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("between", "words"),
     [
-        (branch_on_data, ["Affine can't be captured", "branches on tensor values"]),
+        (
+            branch_on_data,
+            [
+                "Affine can't be captured",
+                "test_refusals.py:",
+                "x = self.between(self, x)",
+                "branches on tensor",
+            ],
+        ),
         (fixed_batch, ["fixes the batch size", "take sizes from the input's shape"]),
         (own_backward, ["Reversed, an autograd.Function", "write it with operators"]),
         (reentrant, ["use_reentrant=True", "call it with use_reentrant=False"]),
@@ -85,6 +93,13 @@ def test_a_forward_that_export_can_not_keep(between: Any, words: list[str]) -> N
     with pytest.raises(CaptureError) as refusal:
         capture(Affine(between), torch.randn(3, 4), loss=F.mse_loss)
     assert [word for word in words if word not in str(refusal.value)] == []
+
+
+def test_a_failed_export_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """Export's own output, a graph of many pages, does not bury the one line that helps."""
+    with pytest.raises(CaptureError):
+        capture(Affine(branch_on_data), torch.randn(3, 4), loss=F.mse_loss)
+    assert "".join(capfd.readouterr()) == ""
 
 
 def test_checkpointing_that_autograd_knows_is_taken() -> None:

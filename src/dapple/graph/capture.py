@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from dapple.errors import CaptureError, InputError
 from dapple.graph.backwards import own_backwards_refused
+from dapple.graph.failures import export_failure, export_output_kept
 from dapple.graph.nodes import attribute
 from dapple.graph.normalise import normalise
 from dapple.graph.program import BoundaryTensor, Program
@@ -133,7 +134,10 @@ class LayerGraph:
             if spec_.batched:
                 rows[spec_.name] = value.shape[0]
         if len(set(rows.values())) > 1:
-            raise InputError(f"the inputs have different batch sizes: {rows}")
+            raise InputError(
+                f"the inputs have different batch sizes: {rows}; pass as many rows of each (at "
+                "capture, an input with as many rows as the first is taken for a batch)"
+            )
         return named
 
     def batch_size(self, named: Mapping[str, Any]) -> int:
@@ -357,7 +361,7 @@ def _export(
     shapes = pytree.tree_map(dynamic, (arguments, keywords))
     random = torch.get_rng_state()
     try:
-        with warnings.catch_warnings(), own_backwards_refused():
+        with warnings.catch_warnings(), own_backwards_refused(), export_output_kept() as printed:
             warnings.simplefilter("ignore")
             exported = export(
                 model,
@@ -370,7 +374,7 @@ def _export(
     except CaptureError:
         raise
     except Exception as error:
-        raise CaptureError(_export_failure(model, error)) from error
+        raise CaptureError(export_failure(model, error, printed.getvalue())) from error
     finally:
         torch.set_rng_state(random)
     normalise(module)
@@ -382,15 +386,6 @@ def _by_argument(model: nn.Module, shapes: Any, keywords: dict[str, Any]) -> Any
     if not keywords:
         return positional
     return named
-
-
-def _export_failure(model: nn.Module, error: Exception) -> str:
-    text = " ".join(str(error).split())
-    shown = text if len(text) <= 400 else text[:400] + " ..."
-    remedy = "make the forward free of branches on tensor values, or pass inputs of typical size"
-    if "batch" in text and ("specialized" in text or "Constraints violated" in text):
-        remedy = "the forward fixes the batch size somewhere; take sizes from the input's shape"
-    return f"{type(model).__name__} can't be captured by torch.export: {shown}; {remedy}"
 
 
 def _batch_symbol(module: torch.fx.GraphModule, rows: int) -> sympy.Symbol | None:

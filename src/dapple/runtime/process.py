@@ -56,7 +56,7 @@ def move_to(device: torch.device, *modules: nn.Module) -> None:
     """Move parameters and buffers; modules that share a tensor share it afterwards too.
 
     (`Module.to` would give each module a buffer of its own, and evaluation would not see the
-    running statistics of training.)
+    running statistics of training. Never run on a GPU so far.)
     """
     for module in modules:
         for tensor in (*module.parameters(), *module.buffers()):
