@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapple.cluster import Cluster, load_cluster, parse_cluster, preset
+from dapple.cluster import Cluster, device_kind, load_cluster, parse_cluster, preset
 from dapple.errors import DappleError, FileError, InputError
+from dapple.presets import CLUSTERS, DEVICES
 
 TEXT = """
 format = "dapple-cluster"
@@ -42,12 +43,19 @@ def test_quantities_are_read_from_toml_as_people_write_them():
     assert group.outside.bandwidth == 12.5e9
 
 
-@pytest.mark.parametrize("name", ["config-a", "config-b", "config-c", "config-a:4x8"])
+@pytest.mark.parametrize("name", [*CLUSTERS, "config-a:4x8"])
 def test_clusters_round_trip_through_toml_files(name: str, tmp_path):
     """Written and read again, every preset is the same."""
     path = tmp_path / "cluster.toml"
     path.write_text(preset(name).to_toml(), encoding="utf-8")
     assert load_cluster(str(path)) == preset(name)
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
+def test_any_name_and_source_survive_a_toml_file(text: str):
+    """Quotes, backslashes and control characters included."""
+    cluster = preset("config-b").model_copy(update={"name": text, "source": text})
+    assert parse_cluster(cluster.to_toml(), "x.toml") == cluster
 
 
 def test_presets_are_the_papers_clusters():
@@ -121,3 +129,43 @@ def test_no_text_whatever_raises_anything_but_a_dapple_error(text: str):
     for read in (lambda: parse_cluster(text, "x.toml"), lambda: preset(text)):
         with contextlib.suppress(DappleError):
             assert isinstance(read(), Cluster)
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_every_device_has_its_figures_and_their_source(name: str):
+    """Peak speeds ascend from single to half precision, and the source is named."""
+    kind = device_kind(name)
+    assert kind.name == name
+    assert kind.source
+    assert kind.flops == DEVICES[name].flops[DEVICES[name].training_dtype]
+    half = device_kind(name, "float16").flops
+    single = device_kind(name, "float32").flops
+    assert half is not None
+    assert single is not None
+    assert half > single
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_every_cluster_preset_names_its_source(name: str):
+    """Links inside are faster than outside, and a flow never exceeds its card."""
+    cluster = preset(name)
+    (group,) = cluster.machines
+    assert cluster.source
+    assert group.kind.name in DEVICES
+    assert group.outside is not None
+    assert (group.outside.flow_bandwidth or 0) <= group.outside.bandwidth
+    assert load_cluster(f"{name}:3x2").machine_sizes() == (2, 2, 2)
+
+
+def test_a_node_with_a_card_per_device():
+    """Two H100 of a machine share two cards of 50 GB/s, and one flow uses one of them."""
+    outside = preset("h100:4x2").machines[0].outside
+    assert outside is not None
+    assert (outside.bandwidth, outside.flow_bandwidth) == (100e9, 50e9)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("h300", None), ("v100-16gb", "bfloat16")])
+def test_unknown_devices_and_types_are_refused(name: str, dtype: str | None):
+    """With what is known instead."""
+    with pytest.raises(InputError, match="known: "):
+        device_kind(name, dtype)

@@ -6,12 +6,14 @@ A cluster is read from TOML with quantities as people write them, or named by a 
     config-b        16 machines of one V100 16 GB, 25 Gbit/s between
     config-c        16 machines of one V100 16 GB, 10 Gbit/s between
     config-a:4x8    the same with 4 machines of 8
+    h100:4x8        4 machines of 8 H100, NVLink inside, InfiniBand between; see docs/presets.md
 
 Devices are numbered machine by machine, from 0.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from typing import Annotated, Any, Literal
@@ -20,6 +22,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from dapple.errors import DappleError, FileError, InputError
 from dapple.files import describe_validation, read_text
+from dapple.presets import CLUSTERS, DEVICES, ClusterFigures
 from dapple.units import parse_bandwidth, parse_bytes, parse_flops, parse_seconds
 
 NETWORK_MODELS = ("shared", "paper")
@@ -55,6 +58,7 @@ class DeviceKind(_Frozen):
         flops: peak operations per second at the training precision; None: unknown.
         memory_bandwidth: bytes per second of its memory; None: unknown.
         speed: compute speed relative to the device that the profile was taken on.
+        source: where the figures come from.
     """
 
     name: str
@@ -62,6 +66,7 @@ class DeviceKind(_Frozen):
     flops: FlopsPerSecond | None = None
     memory_bandwidth: BytesPerSecond | None = None
     speed: Annotated[float, Field(gt=0)] = 1.0
+    source: str = ""
 
 
 class Link(_Frozen):
@@ -158,8 +163,9 @@ class Cluster(_Frozen):
 
     def to_toml(self) -> str:
         """The cluster as TOML, base units throughout."""
-        lines = [f'format = "{self.format}"', f"version = {self.version}", f'name = "{self.name}"']
-        lines += [f'network_model = "{self.network_model}"', f'source = "{self.source}"']
+        lines = [f'format = "{self.format}"', f"version = {self.version}"]
+        lines += [f"name = {_toml_string(self.name)}", f'network_model = "{self.network_model}"']
+        lines += [f"source = {_toml_string(self.source)}"]
         for group in self.machines:
             lines += ["", "[[machines]]", f"count = {group.count}", f"devices = {group.devices}"]
             for part in ("kind", "inside", "outside"):
@@ -171,23 +177,40 @@ class Cluster(_Frozen):
 
 def _toml_fields(value: BaseModel) -> list[str]:
     fields = value.model_dump(exclude_none=True)
-    return [f'{k} = "{v}"' if isinstance(v, str) else f"{k} = {v!r}" for k, v in fields.items()]
+    return [
+        f"{k} = {_toml_string(v) if isinstance(v, str) else repr(v)}" for k, v in fields.items()
+    ]
 
 
-V100_16GB = DeviceKind(name="v100-16gb", memory=16 * 2**30, flops=15.7e12, memory_bandwidth=900e9)
+def _toml_string(text: str) -> str:
+    # What JSON escapes, TOML's basic strings escape in the same way; of the rest they bar DEL.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
-# Effective bandwidths behind the paper's numbers (HPGO, the authors' planner): NVLink 130 GB/s
-# among 8 devices and 40 GB/s per pair; 0.8 GB/s per flow and 3.0 GB/s AllReduce at 25 Gbit/s,
-# 0.32 and 1.2 GB/s at 10 Gbit/s. Latencies are ours: NVLink peer copy, TCP between machines.
-_NVLINK = Link(bandwidth=40e9, latency=5e-6, flow_bandwidth=40e9, allreduce_bandwidth=130e9)
-_ETHERNET_25 = Link(
-    bandwidth=25e9 / 8, latency=30e-6, flow_bandwidth=0.8e9, allreduce_bandwidth=3.0e9
-)
-_ETHERNET_10 = Link(
-    bandwidth=10e9 / 8, latency=30e-6, flow_bandwidth=0.32e9, allreduce_bandwidth=1.2e9
-)
-_PRESETS = {"config-a": (2, 8, _ETHERNET_25), "config-b": (16, 1, _ETHERNET_25)}
-_PRESETS |= {"config-c": (16, 1, _ETHERNET_10)}
+
+def device_kind(name: str, dtype: str | None = None) -> DeviceKind:
+    """A kind of device by its name, such as "a100-80gb".
+
+    Args:
+        name: one of `dapple.presets.DEVICES`.
+        dtype: whose peak speed is wanted, such as "float32"; None: what it is usually trained in.
+
+    Raises:
+        InputError: no such device, or no figure for this type.
+    """
+    figures = DEVICES.get(name)
+    if figures is None:
+        raise InputError(f'device "{name}" is unknown; known: {", ".join(DEVICES)}')
+    flops = figures.flops.get(dtype or figures.training_dtype)
+    if flops is None:
+        known = ", ".join(figures.flops)
+        raise InputError(f'no peak speed of {name} is known for "{dtype}"; known: {known}')
+    return DeviceKind(
+        name=name,
+        memory=figures.memory,
+        flops=flops,
+        memory_bandwidth=figures.memory_bandwidth,
+        source=figures.source,
+    )
 
 
 def preset(name: str) -> Cluster:
@@ -197,18 +220,34 @@ def preset(name: str) -> Cluster:
         InputError: no such preset, or counts that are not MACHINESxDEVICES.
     """
     base, _, counts = name.partition(":")
-    if base not in _PRESETS:
+    figures = CLUSTERS.get(base)
+    if figures is None:
         raise InputError(
-            f'"{name}" is neither a cluster file nor a preset; presets: local, {", ".join(_PRESETS)}'
+            f'"{name}" is neither a cluster file nor a preset; presets: local, {", ".join(CLUSTERS)}'
         )
-    count, devices, outside = _PRESETS[base]
+    count, devices = figures.machines, figures.devices
     if counts:
         match = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,5})", counts)
         if not match:
             raise InputError(f'"{name}": write counts as MACHINESxDEVICES, such as {base}:4x8')
         count, devices = int(match[1]), int(match[2])
-    group = Machines(count=count, devices=devices, kind=V100_16GB, inside=_NVLINK, outside=outside)
-    return Cluster(name=name, machines=(group,), source="DAPPLE (PPoPP 2021), section 6")
+    group = Machines(
+        count=count,
+        devices=devices,
+        kind=device_kind(figures.device),
+        inside=Link(**figures.inside._asdict()),
+        outside=_outside(figures, devices),
+    )
+    return Cluster(name=name, machines=(group,), source=figures.source)
+
+
+def _outside(figures: ClusterFigures, devices: int) -> Link:
+    card = figures.outside
+    if not figures.card_per_device:
+        return Link(**card._asdict())
+    total = card.bandwidth * devices
+    flow = min(card.flow_bandwidth or card.bandwidth, total)
+    return Link(bandwidth=total, latency=card.latency, flow_bandwidth=flow)
 
 
 def parse_cluster(text: str, where: str) -> Cluster:
