@@ -26,8 +26,10 @@ from dapple.planner.problem import Problem
 from dapple.planner.tables import CostTables, Ints
 from dapple.planner.traffic import Floats, MessageBytes, certain_bytes
 
-_CLOSE = 1.002
+_CLOSE = 1.005
 """The bound is found up to this factor."""
+_NARROW = 1.15
+"""Ranges of M that are narrower than this are not split."""
 _GROUPS = 40
 """Ranges of M that are looked at before their bounds are taken as they are."""
 _OPTIONS = 24
@@ -41,10 +43,11 @@ class Relaxed:
 
     Attributes:
         widths: shape (R,), replica counts; others are no faster than one of these.
-        both: shape (R, N + 1, N + 1): F + B of layers i..j; infinite where they can't fit.
+        both: shape (R, N + 1, N + 1): F + B of layers i..j.
         forward: shape (R, N + 1, N + 1): F.
-        work: shape (R, N + 1, N + 1): W.
+        work: shape (R, N + 1, N + 1): W; infinite where they can't fit.
         after: shape (R, N + 1, N + 1): AllReduce and optimizer.
+        work_after: work + after.
         link_both, link_forward, link_work: shape (R, R, N + 1): transfers between stages of these
             replica counts over each cut, F + B, F and W.
         linked: shape (N + 1,): whether the stages at the cut wait for each other.
@@ -56,6 +59,7 @@ class Relaxed:
     forward: Floats
     work: Floats
     after: Floats
+    work_after: Floats
     link_both: Floats
     link_forward: Floats
     link_work: Floats
@@ -82,7 +86,7 @@ def lower_bound(problem: Problem, step_seconds: float, micro_batches: int) -> fl
         relaxed = relax(problem, low, high)
         if not meets(relaxed, bound):
             continue
-        if low == high or looked_at >= _GROUPS:
+        if high <= low * _NARROW or looked_at >= _GROUPS:
             bound = _largest_unmet(relaxed, bound)
         else:
             middle = (low + high) // 2
@@ -130,14 +134,16 @@ def relax(problem: Problem, low: int, high: int) -> Relaxed:
         both[option] = _differences(there + back) / speed
         work[option] = _differences(whole) / speed
         needed = _least_bytes(problem, tables, -(-rows.first // width))
-        both[option][empty | (needed > memory)] = np.inf
+        work[option][empty | (needed > memory)] = np.inf
+    after = _after(problem, tables, least, speed)
     link_both, link_forward, link_work = _links(problem, rows, most)
     return Relaxed(
         widths=least,
         both=both,
         forward=forward,
         work=work,
-        after=_after(problem, tables, least, speed),
+        work_after=work + after,
+        after=after,
         link_both=link_both,
         link_forward=link_forward,
         link_work=link_work,
@@ -152,21 +158,23 @@ def meets(relaxed: Relaxed, target: float) -> bool:
     limit = target * (1 + _SLACK)
     prefix = np.full((relaxed.devices + 1, options, layers), np.inf)
     prefix_f = np.full((relaxed.devices + 1, options, layers), np.inf)
+    # The first stage begins at layer 0, and its AllReduce ends the step.
+    allowed = relaxed.work[:, 0] + relaxed.after[:, 0] <= limit
+    alone = np.where(allowed, relaxed.after[:, 0] + relaxed.both[:, 0], np.inf)
+    alone_f = np.where(allowed, relaxed.forward[:, 0], np.inf)
     for e in range(1, relaxed.devices + 1):
         now = np.flatnonzero(relaxed.widths <= e)
         starts = e - relaxed.widths[now]
         base, base_f = _entered(relaxed, prefix[starts], prefix_f[starts], now, limit)
-        work, after, both = relaxed.work[now], relaxed.after[now], relaxed.both[now]
-        busy = np.maximum(base[:, :, None], base_f[:, :, None] + after) + work
-        allowed = (busy <= limit) & np.isfinite(both)
-        reached = np.where(allowed, base[:, :, None] + both, np.inf)
-        reached_f = np.where(allowed, base_f[:, :, None] + relaxed.forward[now], np.inf)
-        # The first stage begins at layer 0, and its AllReduce ends the step.
-        allowed = (work[:, 0] + after[:, 0] <= limit) & np.isfinite(both[:, 0])
-        alone = np.where(allowed, after[:, 0] + both[:, 0], np.inf)
-        alone_f = np.where(allowed, relaxed.forward[now, 0], np.inf)
-        prefix[e, now] = np.minimum(reached.min(axis=1), alone)
-        prefix_f[e, now] = np.minimum(reached_f.min(axis=1), alone_f)
+        late = ~(base_f[:, :, None] + relaxed.work_after[now] <= limit)
+        late |= ~(base[:, :, None] + relaxed.work[now] <= limit)
+        for entered, own, first, reached in (
+            (base, relaxed.both, alone, prefix),
+            (base_f, relaxed.forward, alone_f, prefix_f),
+        ):
+            sums = entered[:, :, None] + own[now]
+            sums[late] = np.inf
+            reached[e, now] = np.minimum(sums.min(axis=1), first[now])
     return bool(prefix[:, :, -1].min() <= limit)
 
 

@@ -6,10 +6,14 @@ import itertools
 from collections.abc import Sequence
 
 from dapple.planner.problem import Layout, Problem
-from dapple.records import StagePlan
 
 
-def estimate_seconds(problem: Problem, layout: Layout, stages: Sequence[StagePlan]) -> float:
+def estimate_seconds(
+    problem: Problem,
+    layout: Layout,
+    warmup: Sequence[int],
+    recomputes: Sequence[bool] | None = None,
+) -> float:
     """About the seconds of a step, without contention; usually a few per cent too low.
 
     The largest of, over the stages s and the transfers between them,
@@ -24,12 +28,13 @@ def estimate_seconds(problem: Problem, layout: Layout, stages: Sequence[StagePla
     Args:
         problem: what is planned.
         layout: cuts, devices and M.
-        stages: its stages, for their K_s and what they recompute.
+        warmup: K_s per stage.
+        recomputes: which stages run their forwards again; None: none.
     """
     forward, backward, work, after = _stage_times(problem, layout)
     count = layout.micro_batches
-    for s, stage in enumerate(stages):
-        if stage.recompute:
+    for s, again in enumerate(recomputes or ()):
+        if again:
             backward[2 * s] += forward[2 * s]
             work[2 * s] += count * forward[2 * s]
     trip, trips = 0.0, [0.0] * len(forward)
@@ -39,8 +44,8 @@ def estimate_seconds(problem: Problem, layout: Layout, stages: Sequence[StagePla
     before_f = before_b = longest = 0.0
     total_f, total_b = sum(forward), sum(backward)
     for s, own in enumerate(work):
-        if s % 2 == 0 and stages[s // 2].warmup < count:
-            own = max(own, trips[s] * (1 + (count - 1) / stages[s // 2].warmup))
+        if s % 2 == 0 and warmup[s // 2] < count:
+            own = max(own, trips[s] * (1 + (count - 1) / warmup[s // 2]))
         busy = before_f + own + max(before_b + after[0], after[s])
         longest = max(longest, busy, total_f + total_b - before_b + after[s])
         before_f += forward[s]

@@ -20,15 +20,19 @@ from dapple.planner.neighbours import neighbours
 from dapple.planner.problem import Layout, Problem
 from dapple.planner.refusal import Refusal
 from dapple.planner.traffic import Devices
+from dapple.schedule import warmup_counts
 
 _SCOUT_MARKS, _MARKS = 24, 48
 _SCOUT_EFFORT, _EFFORT = Effort(close=1.1, between=1), Effort(close=1.02, between=4)
+_IN_FLIGHT = (1, 2, 4)
+"""Micro-batches that every stage must have room for; more than one where memory is short."""
 _BEST_COUNTS = 3
 _STARTS = 3
 _LONG = 10
 """In pipelines of more stages, only so many of the slowest ones are changed."""
-_WORK = 120_000
+_WORK = 60_000
 """Simulated computations that a search may spend; a third of them before the local changes."""
+_LEAST_TRIES = 3
 _OVERHEAD = 200
 """What the start of a simulation costs, in computations."""
 
@@ -77,11 +81,21 @@ class GeneralSearch:
         marks = choose_marks(self.problem.tables(count), _MARKS)
         for order in device_orders(self.problem.cluster):
             frame = self._frame(order, count)
-            for in_flight in self._in_flight_options():
+            for in_flight in _IN_FLIGHT:
                 grid = make_grid(self.problem, frame, count, marks, in_flight)
-                for attached in (False, True):
-                    found = trade_off(grid, attached, _EFFORT)
-                    self._estimate(plan.layout for plan in found)
+                layouts = [
+                    plan.layout
+                    for attached in (False, True)
+                    for plan in trade_off(grid, attached, _EFFORT)
+                ]
+                self._estimate(layouts)
+                if not any(self._is_short_of_memory(layout) for layout in layouts):
+                    break
+
+    def _is_short_of_memory(self, layout: Layout) -> bool:
+        counts = self.problem.guess_warmup(layout)
+        wanted = warmup_counts(layout.num_stages, layout.micro_batches)
+        return counts is None or any(k < w for k, w in zip(counts, wanted, strict=True))
 
     def _frame(self, order: Devices, count: int) -> Frame:
         problem, rows = self.problem, self.problem.tables(count).first_rows
@@ -92,9 +106,6 @@ class GeneralSearch:
             found = make_frame(problem.cluster, problem.symmetry, order[:reach], key[2])
             self._frames[key] = found
         return found
-
-    def _in_flight_options(self) -> tuple[int, ...]:
-        return (1, 2, 4) if self.problem.memory_is_known else (1,)
 
     def _best_counts(self) -> list[int]:
         counts = dict.fromkeys(layout.micro_batches for layout in self._ranked())
@@ -112,17 +123,21 @@ class GeneralSearch:
                     self._estimates[variant] = seconds
 
     def _guess(self, layout: Layout) -> float | None:
-        stages = self.problem.fit(layout, "dapple")
-        if isinstance(stages, Refusal):
-            return None
-        return estimate_seconds(self.problem, layout, stages)
+        if layout.recompute:
+            stages = self.problem.fit(layout, "dapple")
+            if isinstance(stages, Refusal):
+                return None
+            warmup, again = [s.warmup for s in stages], [bool(s.recompute) for s in stages]
+            return estimate_seconds(self.problem, layout, warmup, again)
+        guessed = self.problem.guess_warmup(layout)
+        return None if guessed is None else estimate_seconds(self.problem, layout, guessed)
 
     def _simulate_best(self, ranked: Iterable[Layout], work: int) -> list[tuple[float, Layout]]:
-        """Simulate the first layouts, at least one, as far as the work suffices; best first."""
+        """Simulate the first layouts, at least a few, as far as the work suffices; best first."""
         results: list[tuple[float, Layout]] = []
         for layout in ranked:
             cost = _OVERHEAD + 2 * layout.micro_batches * sum(map(len, layout.devices))
-            if results and cost > work:
+            if cost > work and len(results) >= _LEAST_TRIES:
                 break
             work -= cost
             self._left -= cost

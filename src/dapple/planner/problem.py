@@ -20,6 +20,8 @@ from dapple.simulator import step_seconds
 
 OPTIMIZER_STATE = {"adamw": 2.0, "adam": 2.0, "sgd": 0.0, "momentum": 1.0, "adagrad": 1.0}
 """Bytes of optimizer state per byte of parameters, by the optimizer's name."""
+_ROUNDING = 8
+"""Bytes that the rounding of a stage's parts can amount to."""
 
 
 @dataclass(frozen=True, order=True)
@@ -193,6 +195,31 @@ class Problem:
             counts.append(min(want, allowed))
         return layout.stages(counts, [bool(stage.recompute) for stage in stages])
 
+    def guess_warmup(self, layout: Layout) -> list[int] | None:
+        """The counts of `fit`, found faster and not quite exact; None: it does not fit.
+
+        Without recomputation, and with tensors that skip stages counted at every cut.
+        """
+        total = layout.micro_batches
+        if self.schedule == "gpipe":
+            wanted: Sequence[int] = [total] * layout.num_stages
+        else:
+            wanted = warmup_counts(layout.num_stages, total, layout.policy)
+        if not self.memory_is_known:
+            return list(wanted)
+        tables = self.tables(total)
+        counts: list[int] = []
+        for number, (start, stop) in enumerate(itertools.pairwise(layout.bounds)):
+            devices = layout.devices[number]
+            rows = -(-tables.first_rows // len(devices))
+            fixed, each = tables.stage_bytes(start, stop, rows, self.optimizer_state_factor)
+            room = (self.symmetry.least_memory(devices) - fixed) / max(each, 1.0)
+            want = min(wanted[number], counts[-1] if counts else total)
+            if room < (want if self.schedule == "gpipe" else 1):
+                return None
+            counts.append(min(want, int(room)))
+        return counts
+
     def most_in_flight(self, stages: Sequence[StagePlan], micro_batches: int) -> list[int]:
         """Per stage the most micro-batches in flight that its memory holds, at most M."""
         return [
@@ -270,11 +297,9 @@ class Problem:
             # Memory is linear in K_i, up to the rounding of each part.
             step = max(two.total - one.total, 1)
             allowed = min(allowed, 1 + (available - one.total) // step)
-            while allowed > 1:
+            if allowed > 1 and available - one.total - (allowed - 1) * step < _ROUNDING:
                 here = self._memory(stages, number, rows, allowed, replica)
-                if here is None or here.total <= available:
-                    break
-                allowed -= 1
+                allowed -= here is not None and here.total > available
         return allowed
 
     def _refusal(

@@ -23,7 +23,7 @@ PLANNERS = ("dapple", *BASELINES)
 
 _LAYOUT_LIMIT = 20_000
 _SIMULATION_LIMIT = 300
-_BASELINE_TRIES = 3
+_BASELINE_TRIES = 2
 _SAME = 1e-9
 """Steps closer than this, relatively, are equal; then fewer stages win."""
 
@@ -187,11 +187,11 @@ class _Search:
             guesses: list[tuple[float, Layout]] = []
             for count in self.problem.micro_batch_counts:
                 for layout in self._variants(BASELINES[name](self.problem, count)):
-                    stages = self.problem.fit(layout, name)
-                    if isinstance(stages, Refusal):
+                    warmup = self.problem.guess_warmup(layout)
+                    if warmup is None:
                         self.judge(layout, name)
                     else:
-                        guesses.append((estimate_seconds(self.problem, layout, stages), layout))
+                        guesses.append((estimate_seconds(self.problem, layout, warmup), layout))
             for _, layout in sorted(guesses)[:_BASELINE_TRIES]:
                 self.judge(layout, name)
 

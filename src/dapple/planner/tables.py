@@ -119,6 +119,7 @@ class CostTables:
         self.num_first = sizes.count(sizes[0])
         self._kinds = network.cluster.kind_of_device()
         self._layer_seconds: dict[int, tuple[Floats, Floats]] = {}
+        self._saved: dict[int, Floats] = {}
         self._seconds: dict[Shares, dict[str, Floats]] = {}
         self._stages: dict[Devices, StageTable] = {}
         self._links: dict[Hashable, LinkTable] = {}
@@ -176,9 +177,24 @@ class CostTables:
 
     def saved_prefix(self, rows: int) -> Floats:
         """Prefix sums of the bytes that layers keep for the backward; 0 where not measured."""
-        sizes = self.profile.batch_sizes
-        saved = (layer.saved_bytes or (0,) * len(sizes) for layer in self.profile.layers)
-        return _prefix([bytes_at(sizes, values, rows) for values in saved])
+        found = self._saved.get(rows)
+        if found is None:
+            sizes = self.profile.batch_sizes
+            saved = (layer.saved_bytes or (0,) * len(sizes) for layer in self.profile.layers)
+            found = _prefix([bytes_at(sizes, values, rows) for values in saved])
+            self._saved[rows] = found
+        return found
+
+    def stage_bytes(
+        self, start: int, stop: int, rows: int, optimizer_state_factor: float
+    ) -> tuple[float, float]:
+        """About the bytes of a replica: what is there once, and for each micro-batch in flight."""
+        saved, crossing = self.saved_prefix(rows), self.crossing_bytes
+        parameters = self.parameter_prefix[stop] - self.parameter_prefix[start]
+        into = rows * crossing.forward.per_row[start] + crossing.forward.fixed[start]
+        back = rows * crossing.backward.per_row[stop] + crossing.backward.fixed[stop]
+        once = (2 + optimizer_state_factor) * parameters + into + 2 * back
+        return float(once), float(saved[stop] - saved[start] + into)
 
     def stage(self, devices: Devices) -> StageTable:
         """The table of a stage on these devices."""

@@ -1,0 +1,1 @@
+"""Claims about the planner, each with the command that checks it."""

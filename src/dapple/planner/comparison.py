@@ -1,0 +1,145 @@
+"""All planners side by side on the same input, judged by the same simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from dapple.cluster import Cluster
+from dapple.costs import CostModel, stage_memory
+from dapple.errors import MemoryPlanError
+from dapple.planner.overlap import overlapped_data_parallel
+from dapple.planner.problem import Problem
+from dapple.planner.refusal import Refusal
+from dapple.planner.search import PLANNERS, search
+from dapple.records import ModelProfile, Plan
+from dapple.simulator import step_seconds
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What one planner came to.
+
+    Attributes:
+        planner: its name.
+        plan: its best plan, predicted; None: refused.
+        refused: why there is none.
+        exposed_allreduce_seconds: how much shorter the step would be if AllReduces took no time.
+        exposed_transfer_seconds: how much shorter it would be if transfers between stages took no
+            time. The two may overlap.
+        note: what sets the row apart, such as that it is not a plan that can be run.
+    """
+
+    planner: str
+    plan: Plan | None = None
+    refused: str | None = None
+    exposed_allreduce_seconds: float = 0.0
+    exposed_transfer_seconds: float = 0.0
+    note: str = ""
+
+    @property
+    def step_seconds(self) -> float | None:
+        """The simulated step; None: refused."""
+        predicted = self.plan.predicted if self.plan else None
+        return predicted.step_seconds if predicted else None
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Memory of the fullest device; None: refused, or not known."""
+        stages = self.plan.predicted.stages if self.plan and self.plan.predicted else ()
+        known = [stage.peak_bytes for stage in stages if stage.peak_bytes is not None]
+        return max(known) if known and len(known) == len(stages) else None
+
+
+def compare(
+    profile: ModelProfile,
+    cluster: Cluster,
+    global_batch_size: int,
+    *,
+    micro_batch_size: int | None = None,
+    optimizer: str = "adamw",
+    network_model: str | None = None,
+) -> tuple[Compared, ...]:
+    """Every planner's best plan, the shortest step first, refused ones last.
+
+    Each may choose its number of micro-batches and its warm-up; "gpipe" and "torchgpipe" run
+    GPipe's schedule, the others early backward. "dp-overlap" is a figure without a plan of its
+    own (`dapple.planner.overlap`).
+
+    Args:
+        profile: the model's costs.
+        cluster: the devices.
+        global_batch_size: rows of a step, >= 1.
+        micro_batch_size: rows of a micro-batch before the replica split; None: each chooses.
+        optimizer: "adamw", "sgd", ...; its state counts against the memory.
+        network_model: "shared" or "paper"; None: the cluster's.
+
+    Raises:
+        InputError: an unknown name, or a batch size out of range.
+    """
+    options: dict[str, Any] = {
+        "micro_batch_size": micro_batch_size,
+        "optimizer": optimizer,
+        "network_model": network_model,
+    }
+    rows = [_row(name, profile, cluster, global_batch_size, options) for name in PLANNERS]
+    problem = Problem(profile, cluster, global_batch_size, **options)
+    rows.append(_overlap_row(problem))
+    order = {row.planner: n for n, row in enumerate(rows)}
+
+    def rank(row: Compared) -> tuple[float, int]:
+        return row.step_seconds if row.step_seconds is not None else float("inf"), order[
+            row.planner
+        ]
+
+    return tuple(sorted(rows, key=rank))
+
+
+def _row(
+    planner: str, profile: ModelProfile, cluster: Cluster, batch: int, options: dict[str, Any]
+) -> Compared:
+    try:
+        plan = search(profile, cluster, batch, planner=planner, **options).plan
+    except MemoryPlanError as error:
+        return Compared(planner, refused=str(error))
+    assert plan.predicted is not None, "a search predicts its plan"
+    seconds = plan.predicted.step_seconds
+    without = [max(0.0, seconds - _seconds(plan, other)) for other in _freed(profile)]
+    return Compared(
+        planner,
+        plan,
+        exposed_allreduce_seconds=without[0],
+        exposed_transfer_seconds=without[1],
+    )
+
+
+def _freed(profile: ModelProfile) -> Iterator[ModelProfile]:
+    """The profile without gradients to add up, and without bytes between layers."""
+    layers = [layer.model_copy(update={"parameter_bytes": 0}) for layer in profile.layers]
+    yield profile.model_copy(update={"layers": tuple(layers), "tied": ()})
+    nothing = {"bytes_per_sample": 0.0, "fixed_bytes": 0.0}
+    tensors = [tensor.model_copy(update=nothing) for tensor in profile.tensors]
+    yield profile.model_copy(update={"tensors": tuple(tensors)})
+
+
+def _seconds(plan: Plan, profile: ModelProfile) -> float:
+    model = CostModel(profile, plan.cluster, plan.network_model)
+    return step_seconds(
+        model, plan.stages, plan.global_batch_size, plan.num_micro_batches, plan.schedule
+    )
+
+
+def _overlap_row(problem: Problem) -> Compared:
+    found = overlapped_data_parallel(problem)
+    if isinstance(found, Refusal):
+        return Compared("dp-overlap", refused=str(found))
+    stages = problem.fit(found.layout, "dp-overlap")
+    assert not isinstance(stages, Refusal), "it was looked at for its memory before"
+    plan = problem.plan(found.layout, stages, "dp-overlap")
+    return Compared(
+        "dp-overlap",
+        plan.model_copy(update={"predicted": predicted}),
+        exposed_allreduce_seconds=found.step_seconds - found.compute_seconds,
+        note="best case in closed form; the runtime starts a stage's AllReduce after its backwards",
+    )
