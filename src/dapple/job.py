@@ -6,22 +6,46 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from dapple.errors import DappleError, FileError
 from dapple.files import describe_validation, read_text
+from dapple.planner import PLANNERS
+from dapple.schedule import SCHEDULES
 from dapple.units import parse_bytes
 
 Count = Annotated[int, Field(ge=1)]
 
 
 def _memory(value: Any) -> Any:
-    if value is None or isinstance(value, bool):
-        return value
+    if not isinstance(value, str | int | float) or isinstance(value, bool):
+        raise ValueError('write it like "16 GiB"')
     try:
         return parse_bytes(value, "memory")
-    except DappleError as error:
+    except (DappleError, OverflowError) as error:
         raise ValueError(str(error)) from error
+
+
+def _function(value: str) -> str:
+    module, colon, name = value.partition(":")
+    if not (module and colon and name):
+        raise ValueError('write it like "my_module:function"')
+    return value
+
+
+def _ascending(values: tuple[int, ...]) -> tuple[int, ...]:
+    if not values or list(values) != sorted(set(values)):
+        raise ValueError("must ascend; write it like [1, 2, 4]")
+    return values
+
+
+def _known(kind: str, names: tuple[str, ...]) -> AfterValidator:
+    def check(value: str) -> str:
+        if value not in names:
+            raise ValueError(f"unknown {kind}; known: {', '.join(names)}")
+        return value
+
+    return AfterValidator(check)
 
 
 class _Section(BaseModel):
@@ -51,7 +75,7 @@ class DataSection(_Section):
         validation_batches: batches of each validation.
     """
 
-    factory: str
+    factory: Annotated[str, AfterValidator(_function)]
     arguments: dict[str, Any] = {}
     validation_batches: Annotated[int, Field(ge=0)] = 2
 
@@ -67,7 +91,7 @@ class ClusterSection(_Section):
 
     name: str = "local"
     devices: Count = 2
-    memory: Annotated[int, BeforeValidator(_memory), Field(gt=0)] | None = None
+    memory: Annotated[int, Field(gt=0), BeforeValidator(_memory)] | None = None
 
 
 class PlanSection(_Section):
@@ -83,9 +107,9 @@ class PlanSection(_Section):
 
     file: str = "auto"
     micro_batch_size: Count | None = None
-    planner: str = "dapple"
-    schedule: str = "early-backward"
-    profile_batch_sizes: tuple[Count, ...] = (1, 2, 4, 8)
+    planner: Annotated[str, _known("planner", PLANNERS)] = "dapple"
+    schedule: Annotated[str, _known("schedule", SCHEDULES)] = "early-backward"
+    profile_batch_sizes: Annotated[tuple[Count, ...], AfterValidator(_ascending)] = (1, 2, 4, 8)
 
 
 class OptimizerSection(_Section):

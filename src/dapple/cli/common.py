@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +19,11 @@ if TYPE_CHECKING:
 
     from dapple.cluster import Cluster
     from dapple.records import ModelProfile
+
+MOST_DEVICES = 4096
+"""Devices of the largest cluster; a slip in a count must not keep a planner busy for days."""
+MOST_ROWS = 1 << 20
+"""Rows of the largest batch, as in `dapple.capture`."""
 
 
 def console() -> Console:
@@ -41,23 +48,30 @@ def parse_arguments(text: str) -> dict[str, Any]:
     """
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise InputError(f"--args {text!r} is not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(
+            f'--args {text!r} is not JSON: {error}; write it like {{"layers": 4}}'
+        ) from error
     if not isinstance(value, dict):
         raise InputError(f'--args {text!r} is no JSON object; write it like {{"layers": 4}}')
     return value
 
 
-def parse_counts(text: str, flag: str) -> tuple[int, ...]:
-    """Whole numbers from "1,2,4".
+def parse_batch_sizes(text: str, flag: str) -> tuple[int, ...]:
+    """Ascending whole numbers from "1,2,4".
 
     Raises:
         InputError: something else.
     """
+    fault = InputError(f"{flag} {text!r} must be ascending whole numbers from 1, such as 1,2,4")
     try:
-        return tuple(int(part) for part in text.split(","))
+        sizes = tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise InputError(f"{flag} {text!r} must be whole numbers such as 1,2,4") from None
+        raise fault from None
+    if sizes[0] < 1 or list(sizes) != sorted(set(sizes)):
+        raise fault
+    check_rows(sizes[-1], flag)
+    return sizes
 
 
 def read_profile(path: str, profile_batch_size: int | None) -> ModelProfile:
@@ -71,9 +85,15 @@ def read_profile(path: str, profile_batch_size: int | None) -> ModelProfile:
     from dapple.records import ModelProfile, load_record
     from dapple.records.text_profile import load_text_profile
 
+    text = read_text(path).lstrip()
     if profile_batch_size is not None:
+        if text.startswith("{"):
+            raise InputError(
+                f"{path} is a JSON profile, which says its batch sizes itself; leave out "
+                "--profile-batch-size"
+            )
         return load_text_profile(path, profile_batch_size)
-    if not path.endswith(".json") and read_text(path).lstrip().startswith("node"):
+    if text.startswith("node"):
         raise InputError(
             f"{path} is a text profile, which does not say its batch size; pass "
             "--profile-batch-size"
@@ -85,14 +105,22 @@ def find_cluster(name: str) -> Cluster:
     """A cluster file, a preset, or "local" (this machine, measured on first use).
 
     Raises:
-        InputError: no such cluster.
+        InputError: no such cluster, or one that is too large.
     """
     from dapple.cluster import load_cluster
 
-    base, _, count = name.partition(":")
-    if base != "local":
-        return load_cluster(name)
-    return local_cluster(_devices(name, count))
+    base, colon, count = name.partition(":")
+    if base == "local":
+        return local_cluster(_devices(name, count) if colon else os.cpu_count() or 1)
+    if colon and not count:
+        raise InputError(f'"{name}": write counts as MACHINESxDEVICES, such as {base}:4x8')
+    cluster = load_cluster(name)
+    if cluster.num_devices > MOST_DEVICES:
+        raise InputError(
+            f'cluster "{name}" has {cluster.num_devices} devices; at most {MOST_DEVICES} are '
+            "planned for"
+        )
+    return cluster
 
 
 def local_cluster(devices: int) -> Cluster:
@@ -124,15 +152,45 @@ def save_cluster(cluster: Cluster, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(cluster.to_toml(), encoding="utf-8")
     except OSError as error:
-        raise FileError(f"cannot write {path}: {error.strerror or error}") from error
+        raise FileError(
+            f"cannot write {path}: {error.strerror or error}; choose another path"
+        ) from error
 
 
 def _devices(name: str, count: str) -> int:
-    if not count:
-        return os.cpu_count() or 1
-    if not count.isdigit() or int(count) < 1:
+    if not re.fullmatch(r"[1-9]\d{0,3}", count):
         raise InputError(f'cluster "{name}": write local devices as a number, such as local:2')
     return int(count)
+
+
+def check_rows(rows: int, what: str) -> None:
+    """Refuse batches that no run has.
+
+    Raises:
+        InputError: more than `MOST_ROWS`.
+    """
+    if rows > MOST_ROWS:
+        raise InputError(f"{what} {rows} is too large; use at most {MOST_ROWS}")
+
+
+def check_output(path: Path) -> None:
+    """Find out before the work, not after it, that a result can't be written.
+
+    Raises:
+        FileError: the file can't be made.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a folder")
+        if path.exists() and not path.is_file():
+            raise OSError(errno.EINVAL, "it is no regular file")
+        if not os.access(path.parent, os.W_OK):
+            raise PermissionError(errno.EACCES, f"no permission to write into {path.parent}")
+    except OSError as error:
+        raise FileError(
+            f"cannot write {path}: {error.strerror or error}; choose another path"
+        ) from error
 
 
 def require_torch(verb: str) -> None:
@@ -160,7 +218,9 @@ def write_json(path: Path, value: Any) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(value) + "\n", encoding="utf-8")
     except OSError as error:
-        raise FileError(f"cannot write {path}: {error.strerror or error}") from error
+        raise FileError(
+            f"cannot write {path}: {error.strerror or error}; choose another path"
+        ) from error
 
 
 @contextmanager
@@ -169,7 +229,8 @@ def progress(what: str) -> Iterator[Callable[[str, float], None]]:
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=1.0)
 
         def report(detail: str, fraction: float) -> None:

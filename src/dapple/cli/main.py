@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import typer
 
 from dapple.cli import plan, profile, simulate, train
 from dapple.errors import DappleError
 
+_INTERRUPTED = 130
+
 app = typer.Typer(
     name="dapple",
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -24,22 +25,36 @@ app.command()(simulate.simulate)
 app.command()(train.train)
 
 
+# The base of typer's errors about usage. Newer versions bring their own copy of click, so it is
+# reached from the one that typer exports.
+_UsageErrors: type[Exception] = typer.BadParameter.__mro__[2]
+
+
 def run() -> NoReturn:
-    """Run the command line; a `DappleError` becomes one line and its exit code."""
+    """Run the command line; an error becomes one line and its exit code."""
     try:
-        app(standalone_mode=True)
+        code = app(sys.argv[1:] or ["--help"], prog_name="dapple", standalone_mode=False)
     except DappleError as error:
-        fail(error)
+        fail(str(error), error.exit_code)
     except KeyboardInterrupt:
+        code = _INTERRUPTED
+    except _UsageErrors as error:
+        fail(_usage(error), 2)
+    if code == _INTERRUPTED:
         sys.stderr.write("dapple: interrupted\n")
-        sys.exit(130)
-    sys.exit(0)
+    sys.exit(code or 0)
 
 
-def fail(error: DappleError) -> NoReturn:
-    """Print an error as one line and end with its exit code."""
-    text = " ".join(str(error).split())
+def fail(message: str, exit_code: int) -> NoReturn:
+    """Print an error as one line and end."""
+    text = " ".join(message.split())
     sys.stdout.flush()
     sys.stderr.write(f"dapple: error: {text}\n")
     sys.stderr.flush()
-    sys.exit(error.exit_code)
+    sys.exit(exit_code)
+
+
+def _usage(error: Any) -> str:
+    message: str = error.format_message().rstrip(".")
+    context = getattr(error, "ctx", None)
+    return f"{message}; see `{context.command_path if context else 'dapple'} --help`"

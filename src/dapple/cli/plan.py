@@ -46,6 +46,9 @@ def plan(
     from dapple.reporting import pipeline_drawing, plan_table
     from dapple.simulator import simulate
 
+    common.check_rows(global_batch_size, "global batch size")
+    if output is not None:
+        common.check_output(output)
     costs = common.read_profile(profile, profile_batch_size)
     machines = common.find_cluster(cluster)
     if memory is not None:

@@ -39,10 +39,11 @@ def profile(
         )
     from dapple.profiler.local import ProfileRequest, load_factory, profile_locally
 
+    common.check_output(output)
     request = ProfileRequest(
         factory=load_factory(model, common.parse_arguments(args)),
         devices=devices,
-        batch_sizes=common.parse_counts(batch_sizes, "--batch-sizes"),
+        batch_sizes=common.parse_batch_sizes(batch_sizes, "--batch-sizes"),
         rounds=rounds,
         finer=finer,
     )

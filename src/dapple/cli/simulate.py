@@ -35,7 +35,10 @@ def simulate(
     from dapple.simulator import predict
     from dapple.simulator import simulate as run
 
+    if trace is not None:
+        common.check_output(trace)
     found = load_record(Plan, plan)
+    common.check_rows(found.global_batch_size, f"{plan}: global batch size")
     costs = common.read_profile(profile, profile_batch_size)
     machines = common.find_cluster(cluster) if cluster is not None else None
     timeline = run(found, costs, schedule=schedule, cluster=machines, network_model=network_model)

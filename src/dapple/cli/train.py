@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dapple.cli import common
-from dapple.errors import InputError, PlanError, RunError
+from dapple.errors import DappleError, InputError, PlanError, RunError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -66,6 +66,53 @@ def _train_here(job: Job, plan_file: Path | None, folder: Path, steps: int) -> N
         run_job(job, load_record(Plan, path), folder, steps, save=save, report=report)
 
 
+def check_job(job: Job) -> None:
+    """Find out whether model, data and optimizer of a job can be made.
+
+    Raises:
+        InputError: one can not; names it.
+    """
+    from dapple.profiler.local import load_factory
+
+    load_factory(job.model.factory, job.model.arguments)
+    _check_optimizer(job)
+    _check_data(job, "train")
+    if job.data.validation_batches:
+        _check_data(job, "validation")
+
+
+def _check_optimizer(job: Job) -> None:
+    import torch
+
+    from dapple.runtime.worker import optimizer_factory
+
+    try:
+        optimizer_factory(job)([torch.nn.Parameter(torch.zeros(1))])
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(
+            f'optimizer "{job.optimizer.name}" refuses {job.optimizer.arguments}: {error}; pass '
+            "arguments of torch.optim"
+        ) from error
+
+
+def _check_data(job: Job, split: str) -> None:
+    from dapple.runtime.worker import batches
+
+    where = f'data factory "{job.data.factory}", split "{split}"'
+    try:
+        batch = next(batches(job, split), None)
+    except DappleError:
+        raise
+    except Exception as error:
+        raise InputError(f"{where}: {type(error).__name__}: {error}") from error
+    if batch is None:
+        raise InputError(f"{where}: it has no batches; return at least one per step")
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise InputError(
+            f"{where}: a batch is {type(batch).__name__}; return pairs of (inputs, targets)"
+        )
+
+
 class _Session:
     """Profile, plan, start torchrun, compare: what one `dapple train` on this machine does."""
 
@@ -80,12 +127,17 @@ class _Session:
         """Everything, in order."""
         from dapple.records import Plan, load_record
 
-        self._check_data()
         path = plan_file or (None if self._job.plan.file == "auto" else Path(self._job.plan.file))
-        if path is not None:
-            self._train(load_record(Plan, path), self._folder, self._steps)
+        plan = load_record(Plan, path) if path is not None else None
+        cluster = None if plan is not None else self._named_cluster()
+        # Before minutes of profiling: everything else that the job names is there.
+        common.check_output(self._folder / "metrics.jsonl")
+        check_job(self._job)
+        if plan is not None:
+            self._check_devices("the plan uses", plan.num_devices)
+            self._train(plan, self._folder, self._steps)
             return
-        profile, cluster = self._profile()
+        profile, cluster = self._profile(cluster)
         limited = cluster
         if self._job.cluster.memory is not None:
             limited = cluster.with_memory(self._job.cluster.memory)
@@ -95,14 +147,23 @@ class _Session:
         if extra and self._job.cluster.memory is not None:
             self._compare(profile, cluster, result.plan, measured, extra)
 
-    def _check_data(self) -> None:
-        # Before minutes of profiling: the data can be loaded and gives a batch.
-        from dapple.runtime.worker import batches
+    def _named_cluster(self) -> Cluster | None:
+        """The cluster that the job names; None is this machine, yet to be measured."""
+        if self._job.cluster.name == "local":
+            return None
+        cluster = common.find_cluster(self._job.cluster.name)
+        self._check_devices(f"cluster {cluster.name} has", cluster.num_devices)
+        return cluster
 
-        next(batches(self._job, "train"))
+    def _check_devices(self, who: str, count: int) -> None:
+        devices = self._job.cluster.devices
+        if count > devices:
+            raise PlanError(
+                f"{who} {count} devices, but the job has {devices}; set devices = {count} in its "
+                "[cluster], take another plan or cluster, or start the ranks with torchrun"
+            )
 
-    def _profile(self) -> tuple[ModelProfile, Cluster]:
-        from dapple.cluster import load_cluster
+    def _profile(self, cluster: Cluster | None) -> tuple[ModelProfile, Cluster]:
         from dapple.profiler.local import ProfileRequest, load_factory, profile_locally
 
         job = self._job
@@ -115,7 +176,7 @@ class _Session:
         with common.progress("profiling") as report:
             profile, local = profile_locally(request, report)
         profile.save(self._folder / "profile.json")
-        cluster = local if job.cluster.name == "local" else load_cluster(job.cluster.name)
+        cluster = cluster or local
         common.save_cluster(cluster, self._folder / "cluster.toml")
         self._console.print(
             f"profiled {profile.num_layers} layers with {profile.concurrency} processes busy: "
