@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
+import logging
 import os
 import queue
 import sys
@@ -26,6 +28,7 @@ from dapple.records import ModelProfile, load_record
 from dapple.workload import Workload
 
 Factory = Callable[[], Workload]
+_PACKAGE = os.path.dirname(__file__)
 _SINGLE = Link(bandwidth=10e9)
 
 
@@ -101,8 +104,7 @@ def profile_locally(
         InputError: a bad request, or the model can't be made or captured.
         RunError: a measuring process died.
     """
-    if request.devices < 1:
-        raise InputError(f"devices is {request.devices}; measure with at least 1 process")
+    _check(request)
     with tempfile.TemporaryDirectory(prefix="dapple-profile-") as folder:
         context = multiprocessing.get_context("spawn")
         messages: Any = context.Queue()
@@ -123,6 +125,13 @@ def profile_locally(
         return profile, load_cluster(str(Path(folder) / "cluster.toml"))
 
 
+def _check(request: ProfileRequest) -> None:
+    if request.devices < 1:
+        raise InputError(f"devices is {request.devices}; measure with at least 1 process")
+    if request.rounds < 1:
+        raise InputError(f"rounds is {request.rounds}; measure at least 1 pass")
+
+
 def _pass_on(messages: Any, report: Report | None) -> None:
     while True:
         try:
@@ -137,14 +146,24 @@ def _failure(folder: str, error: Exception) -> DappleError:
     note = Path(folder) / "input-error"
     if note.exists():
         return InputError(note.read_text(encoding="utf-8"))
-    lines = str(error).strip().splitlines()
+    lines = str(error).strip().splitlines() or [repr(error)]
     return RunError(
-        f"a measuring process failed: {lines[-1] if lines else error}; "
-        "profile fewer devices or smaller batch sizes if memory ran out"
+        f"a measuring process failed: {lines[-1]}{_where(lines)}; profile fewer devices or smaller "
+        "batch sizes if memory ran out"
     )
 
 
+def _where(traceback: Sequence[str]) -> str:
+    """The last line of the user's own code in a traceback, in words."""
+    frames = [line.strip() for line in traceback if line.startswith('  File "')]
+    libraries = tuple(os.path.dirname(f) for f in (torch.__file__, os.__file__, _PACKAGE))
+    own = [f for f in frames if not f.removeprefix('File "').startswith(libraries)]
+    return f" ({own[-1]})" if own else ""
+
+
 def _measure(rank: int, request: ProfileRequest, folder: str, messages: Any) -> None:
+    # Export logs its failures at length; they are raised as well.
+    logging.getLogger("torch").setLevel(logging.CRITICAL)
     torch.set_num_threads(request.threads)
     store = dist.FileStore(str(Path(folder) / "store"), request.devices)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=request.devices)
@@ -200,24 +219,30 @@ def load_factory(model: str, arguments: dict[str, Any]) -> Factory:
     """What makes the workload that MODEL stands for: a zoo name or "module:function".
 
     Raises:
-        InputError: no such module or function.
+        InputError: no such model, module or function, or arguments that it does not take.
     """
     if ":" not in model:
         from dapple.zoo import make_workload
 
+        with torch.device("meta"):
+            # Cheap, and says at once what is wrong.
+            make_workload(model, **arguments)
         return functools.partial(make_workload, model, **arguments)
+    function = load_function(model)
+    try:
+        inspect.signature(function).bind(**arguments)
+    except TypeError as error:
+        raise InputError(f'"{model}" can not be called with {arguments}: {error}') from error
+    except ValueError:
+        pass  # a function without a signature
     return functools.partial(_from_module, model, arguments)
 
 
 def _from_module(model: str, arguments: dict[str, Any]) -> Workload:
-    function = load_function(model)
-    try:
-        workload = function(**arguments)
-    except TypeError as error:
-        raise InputError(f'"{model}" can not be called with {arguments}: {error}') from error
+    workload = load_function(model)(**arguments)
     if not isinstance(workload, Workload):
         raise InputError(
-            f'"{model}" returned a {type(workload).__name__}; it must return a dapple.Workload'
+            f'"{model}" returned {type(workload).__name__}; it must return a dapple.Workload'
         )
     return workload
 
@@ -229,6 +254,8 @@ def load_function(path: str) -> Callable[..., Any]:
         InputError: no such module or function.
     """
     module_name, _, name = path.partition(":")
+    if not module_name or not name:
+        raise InputError(f'"{path}" names no function; write it like "my_module:function"')
     if os.getcwd() not in sys.path:
         # The installed command does not look for modules where it runs, `python -m` does.
         sys.path.insert(0, os.getcwd())
