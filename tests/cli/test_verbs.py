@@ -1,0 +1,182 @@
+"""Each verb does its work, and its results are files and JSON that can be read again."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dapple.cluster import load_cluster
+from dapple.records import ModelProfile, Plan, Timeline, load_record
+from dapple.records.base import validate_record
+from tests.cli.command import succeeds
+
+JOB = """
+name = "tiny"
+folder = "{folder}"
+[model]
+factory = "tests.cli.user_model:workload"
+[data]
+factory = "tests.cli.user_model:batches"
+[cluster]
+devices = 2
+{cluster}
+[plan]
+profile_batch_sizes = [1, 2]
+{plan}
+[optimizer]
+name = "sgd"
+arguments = {{ lr = 0.1 }}
+[training]
+steps = 4
+global_batch_size = 5
+validate_every = 2
+"""
+
+
+def test_profile_writes_what_it_measured(profile_file):
+    """Layers, times for each batch size, and who measured."""
+    profile = load_record(ModelProfile, profile_file)
+    assert profile.model == "mlp"
+    assert profile.source == "measured"
+    assert profile.batch_sizes == (1, 2)
+    assert profile.num_layers == 6
+    assert all(layer.saved_bytes is not None for layer in profile.layers)
+
+
+def test_profile_keeps_this_machine_as_the_cluster_local(profile_file, tmp_path):
+    """What `--cluster local:1` then means, without another measurement."""
+    plan = tmp_path / "plan.json"
+    options = ("--cluster", "local:1", "--global-batch-size", 2)
+    succeeds("plan", "--profile", profile_file, *options, "-o", plan)
+    assert load_record(Plan, plan).cluster.name == "local"
+
+
+def test_plan_as_json_is_the_plan_that_it_writes(profile_file, tmp_path):
+    """Nothing else is printed."""
+    path = tmp_path / "plan.json"
+    options = ("--cluster", "config-a:1x2", "--global-batch-size", 8, "-o", path, "--json")
+    shown = json.loads(succeeds("plan", "--profile", profile_file, *options))
+    assert validate_record(Plan, shown, "output") == load_record(Plan, path)
+
+
+def test_plan_says_why_data_parallelism_is_refused(profile_file):
+    """In bytes, where one whole replica does not fit."""
+    options = ("--cluster", "config-a:1x2", "--global-batch-size", 8, "--memory", "28 KiB")
+    shown = succeeds("plan", "--profile", profile_file, *options)
+    assert "dp refused" in shown
+    assert "of 28.0 KiB" in shown
+
+
+@pytest.mark.parametrize("planner", ["dp", "straight", "even"])
+def test_plan_makes_baselines_on_request(profile_file, planner: str, tmp_path):
+    """The plan says which planner made it."""
+    path = tmp_path / "plan.json"
+    options = ("--cluster", "config-a:1x2", "--global-batch-size", 8, "--planner", planner)
+    succeeds("plan", "--profile", profile_file, *options, "-o", path)
+    assert load_record(Plan, path).planner == planner
+
+
+def test_plan_takes_a_cluster_file(profile_file, tmp_path):
+    """TOML, written here from a preset."""
+    path = tmp_path / "lab.toml"
+    path.write_text(load_cluster("config-b:2x1").to_toml())
+    options = ("--cluster", path, "--global-batch-size", 8, "--json")
+    shown = json.loads(succeeds("plan", "--profile", profile_file, *options))
+    assert shown["cluster"]["name"] == "config-b:2x1"
+
+
+def test_plan_reads_text_profiles(tmp_path):
+    """With their batch size, which they do not say."""
+    path = tmp_path / "graph.txt"
+    path.write_text(
+        "node1 -- Linear -- forward_compute_time=1.0, backward_compute_time=2.0, "
+        "activation_size=8.0, parameter_size=4.0\n"
+    )
+    options = ("--cluster", "config-a:1x1", "--global-batch-size", 8, "--profile-batch-size", 4)
+    assert "memory unchecked" in succeeds("plan", "--profile", path, *options)
+
+
+def test_simulate_writes_a_trace_and_prints_the_timeline(plan_file, profile_file, tmp_path):
+    """--json is a timeline; the trace has a process per machine and opens in Perfetto."""
+    trace = tmp_path / "step.json"
+    shown = json.loads(
+        succeeds("simulate", plan_file, "--profile", profile_file, "--trace", trace, "--json")
+    )
+    timeline = validate_record(Timeline, shown, "output")
+    assert timeline.source == "simulated"
+    assert timeline.in_flight == (2, 1)
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {e["ph"] for e in events} >= {"M", "X", "b", "e"}
+
+
+def test_simulate_runs_another_schedule_network_and_cluster(plan_file, profile_file):
+    """GPipe holds all micro-batches; the table is that of the other run."""
+    shown = json.loads(
+        succeeds("simulate", plan_file, "--profile", profile_file, "--schedule", "gpipe", "--json")
+    )
+    assert shown["in_flight"] == [4, 4]
+    options = ("--cluster", "config-c:2x1", "--network-model", "paper")
+    table = succeeds("simulate", plan_file, "--profile", profile_file, *options)
+    assert "simulated step" in table
+
+
+def train(job: Path, *options: str) -> str:
+    """`dapple train` from the project's folder, as a process of its own; its output."""
+    command = [sys.executable, "-m", "dapple", "train", str(job), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def check_run(folder: Path, steps: int) -> None:
+    """The files of a run: metrics, timeline, trace, and weights under the model's own names."""
+    import torch
+
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in rows if "loss" in r] == list(range(1, steps + 1))
+    assert [r["step"] for r in rows if "validation_loss" in r] == [0, 2, 4]
+    assert all(r["rows"] == 5 for r in rows if "loss" in r)
+    assert load_record(Timeline, folder / "timeline.json").source == "measured"
+    assert json.loads((folder / "trace.json").read_text())["traceEvents"]
+    weights = torch.load(folder / "weights.pt")
+    assert sorted(weights) == ["0.bias", "0.weight", "2.bias", "2.weight"]
+
+
+def test_train_profiles_plans_and_trains(tmp_path):
+    """plan.file = "auto", by default; a run under a memory limit, then some steps without it."""
+    job, folder = tmp_path / "job.toml", tmp_path / "run"
+    text = JOB.format(folder=folder, cluster='memory = "3 KiB"', plan="")
+    job.write_text(text + "steps_without_memory_limit = 2\n")
+    shown = train(job)
+    check_run(folder, 4)
+    for words in ("profiled", "expected: step", "training loss", "predicted against measured"):
+        assert words in shown
+    assert load_record(ModelProfile, folder / "profile.json").concurrency == 2
+    assert load_record(Plan, folder / "plan.json").model == "own"
+    assert load_cluster(str(folder / "cluster.toml")).num_devices == 2
+    assert not (folder / "without-memory-limit" / "weights.pt").exists()
+
+
+def test_train_takes_a_plan_file(tmp_path):
+    """One process per device of the plan."""
+    plan = {
+        "format": "dapple-plan",
+        "model": "own",
+        "global_batch_size": 5,
+        "micro_batch_size": 3,
+        "num_micro_batches": 2,
+        "stages": [
+            {"start": 0, "stop": 1, "devices": [0], "warmup": 2},
+            {"start": 1, "stop": 2, "devices": [1], "warmup": 1},
+        ],
+        "cluster": load_cluster("config-a:1x2").model_dump(mode="json"),
+    }
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    job, folder = tmp_path / "job.toml", tmp_path / "run"
+    job.write_text(JOB.format(folder=folder, cluster="", plan=f'file = "{tmp_path}/plan.json"'))
+    assert "training loss" in train(job)
+    check_run(folder, 4)
