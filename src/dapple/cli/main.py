@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from dapple.cli import plan, profile, simulate, train
+from dapple.cli import compare, plan, profile, simulate, train
 from dapple.errors import DappleError
 
 _INTERRUPTED = 130
@@ -22,6 +22,7 @@ app = typer.Typer(
 app.command()(profile.profile)
 app.command()(plan.plan)
 app.command()(simulate.simulate)
+app.command()(compare.compare)
 app.command()(train.train)
 
 

@@ -2,8 +2,10 @@
 
 plan = make_plan(profile, cluster, global_batch_size)
 result = search(profile, cluster, global_batch_size)     also the losers and the refused
+rows = compare(profile, cluster, global_batch_size)      all planners side by side
 """
 
+from dapple.planner.comparison import Compared, compare
 from dapple.planner.refusal import Refusal
 from dapple.planner.search import (
     PLANNERS,
@@ -17,9 +19,11 @@ from dapple.planner.search import (
 __all__ = [
     "PLANNERS",
     "Candidate",
+    "Compared",
     "Refusal",
     "SearchOptions",
     "SearchResult",
+    "compare",
     "make_plan",
     "search",
 ]

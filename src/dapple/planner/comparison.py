@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from dapple.cluster import Cluster
-from dapple.costs import CostModel, stage_memory
+from dapple.costs import CostModel
 from dapple.errors import MemoryPlanError
 from dapple.planner.overlap import overlapped_data_parallel
 from dapple.planner.problem import Problem
 from dapple.planner.refusal import Refusal
 from dapple.planner.search import PLANNERS, search
 from dapple.records import ModelProfile, Plan
-from dapple.simulator import step_seconds
+from dapple.simulator import predict, step_seconds
 
 
 @dataclass(frozen=True)
@@ -137,6 +137,14 @@ def _overlap_row(problem: Problem) -> Compared:
     stages = problem.fit(found.layout, "dp-overlap")
     assert not isinstance(stages, Refusal), "it was looked at for its memory before"
     plan = problem.plan(found.layout, stages, "dp-overlap")
+    apart, step = predict(plan, problem.profile), found.step_seconds
+    busy = (1 - apart.bubble_fraction) * apart.step_seconds
+    figures = {
+        "step_seconds": step,
+        "samples_per_second": plan.global_batch_size / step if step > 0 else 0.0,
+        "bubble_fraction": 1 - busy / step if step > 0 else 0.0,
+    }
+    predicted = apart.model_copy(update=figures)
     return Compared(
         "dp-overlap",
         plan.model_copy(update={"predicted": predicted}),

@@ -1,5 +1,6 @@
 """What people see of plans and timelines: tables, a drawing, and traces for Perfetto."""
 
+from dapple.reporting.comparison import comparison_table, plan_shape
 from dapple.reporting.drawing import pipeline_drawing
 from dapple.reporting.profiles import profile_table
 from dapple.reporting.tables import (
@@ -14,7 +15,9 @@ __all__ = [
     "Figure",
     "chrome_trace",
     "compared_figures",
+    "comparison_table",
     "pipeline_drawing",
+    "plan_shape",
     "plan_table",
     "predicted_against_measured",
     "profile_table",
