@@ -1,0 +1,260 @@
+"""Whether a step of T seconds can be met at all, on small clusters: layers x devices x replicas."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dapple.cluster import Link
+from dapple.costs import split_rows
+from dapple.planner.problem import Problem
+from dapple.planner.shares import Share, shares
+from dapple.planner.tables import CostTables, Ints
+from dapple.planner.traffic import Floats, MessageBytes, certain_bytes
+
+_OPTIONS = 24
+"""Most shares that are told apart."""
+_SLACK = 1e-9
+
+
+@dataclass(frozen=True)
+class Relaxed:
+    """Costs that no plan with these numbers of micro-batches undercuts. R replica counts.
+
+    Attributes:
+        widths: shape (R,), replica counts; others are no faster than one of these.
+        both: shape (R, N + 1, N + 1): F + B of layers i..j.
+        forward: shape (R, N + 1, N + 1): F.
+        work: shape (R, N + 1, N + 1): W; infinite where they can't fit.
+        after: shape (R, N + 1, N + 1): AllReduce and optimizer.
+        work_after: work + after.
+        link_both, link_forward, link_work: shape (R, R, N + 1): transfers between stages of these
+            replica counts over each cut, F + B, F and W.
+        linked: shape (N + 1,): whether the stages at the cut wait for each other.
+        devices: G.
+    """
+
+    widths: Ints
+    both: Floats
+    forward: Floats
+    work: Floats
+    after: Floats
+    work_after: Floats
+    link_both: Floats
+    link_forward: Floats
+    link_work: Floats
+    linked: NDArray[np.bool_]
+    devices: int
+
+
+def relax(problem: Problem, low: int, high: int) -> Relaxed:
+    """Relaxed costs for all M from `low` to `high`."""
+    found = shares(problem, low, high, _OPTIONS)
+    speed = max(kind.speed for kind in problem.cluster.kind_of_device())
+    memory = max(kind.memory for kind in problem.cluster.kind_of_device())
+    tables = problem.tables(high)
+    empty = np.tri(problem.num_layers + 1, dtype=np.bool_)
+    work = np.array([_differences(share.work) for share in found]) / speed
+    for own, share in zip(work, found, strict=True):
+        own[empty | (_least_bytes(problem, tables, share.first_rows) > memory)] = np.inf
+    after = _after(problem, tables, found, speed)
+    link_both, link_forward, link_work = _links(problem, found, (low, high))
+    return Relaxed(
+        widths=np.array([share.width for share in found]),
+        both=np.array([_differences(share.forward + share.backward) for share in found]) / speed,
+        forward=np.array([_differences(share.forward) for share in found]) / speed,
+        work=work,
+        work_after=work + after,
+        after=after,
+        link_both=link_both,
+        link_forward=link_forward,
+        link_work=link_work,
+        linked=tables.linked,
+        devices=problem.num_devices,
+    )
+
+
+def meets(relaxed: Relaxed, target: float) -> bool:
+    """Whether the relaxed costs allow a step of `target` seconds."""
+    layers, options = relaxed.both.shape[1], len(relaxed.widths)
+    limit = target * (1 + _SLACK)
+    prefix = np.full((relaxed.devices + 1, options, layers), np.inf)
+    prefix_f = np.full((relaxed.devices + 1, options, layers), np.inf)
+    # The first stage begins at layer 0, and its AllReduce ends the step.
+    allowed = relaxed.work[:, 0] + relaxed.after[:, 0] <= limit
+    alone = np.where(allowed, relaxed.after[:, 0] + relaxed.both[:, 0], np.inf)
+    alone_f = np.where(allowed, relaxed.forward[:, 0], np.inf)
+    for e in range(1, relaxed.devices + 1):
+        now = np.flatnonzero(relaxed.widths <= e)
+        starts = e - relaxed.widths[now]
+        base, base_f = _entered(relaxed, prefix[starts], prefix_f[starts], now, limit)
+        late = ~(base_f[:, :, None] + relaxed.work_after[now] <= limit)
+        late |= ~(base[:, :, None] + relaxed.work[now] <= limit)
+        for entered, own, first, reached in (
+            (base, relaxed.both, alone, prefix),
+            (base_f, relaxed.forward, alone_f, prefix_f),
+        ):
+            sums = entered[:, :, None] + own[now]
+            sums[late] = np.inf
+            reached[e, now] = np.minimum(sums.min(axis=1), first[now])
+    return bool(prefix[:, :, -1].min() <= limit)
+
+
+def _entered(
+    relaxed: Relaxed, prefix: Floats, prefix_f: Floats, now: Ints, limit: float
+) -> tuple[Floats, Floats]:
+    """The least prefixes when a stage begins, its transfer included; shape (now, cuts).
+
+    Args:
+        relaxed: the costs.
+        prefix, prefix_f: shape (now, options before, cuts), of A_0 + F + B and of F.
+        now: options of the stage that begins.
+        limit: what no transfer may exceed with its prefix.
+    """
+    both, forward, work = (
+        link[:, now].swapaxes(0, 1)
+        for link in (relaxed.link_both, relaxed.link_forward, relaxed.link_work)
+    )
+    waits = np.where(prefix + work <= limit, prefix + both, np.inf)
+    # Stages that do not wait for each other start afresh.
+    apart = np.where(np.isfinite(prefix), 0.0, np.inf)
+    entered = np.where(relaxed.linked, waits, apart)
+    entered_f = np.where(relaxed.linked, prefix_f + forward, apart)
+    return entered.min(axis=1), np.where(np.isfinite(entered), entered_f, np.inf).min(axis=1)
+
+
+def _least_bytes(problem: Problem, tables: CostTables, rows: int) -> Floats:
+    """Parameters, gradients, optimizer state and one saved micro-batch; shape (N + 1, N + 1)."""
+    if not problem.memory_is_known:
+        return np.zeros((problem.num_layers + 1, problem.num_layers + 1))
+    factor = 2 + problem.optimizer_state_factor
+    tied = sum(group.parameter_bytes * (len(group.members) - 1) for group in problem.profile.tied)
+    parameters = np.maximum(_differences(tables.parameter_prefix) - tied, 0.0)
+    return factor * parameters + _differences(tables.saved_prefix(rows))
+
+
+def _after(problem: Problem, tables: CostTables, found: Sequence[Share], speed: float) -> Floats:
+    """AllReduce and optimizer, shape (R, N + 1, N + 1)."""
+    layers = np.arange(problem.num_layers + 1)
+    own = np.maximum(tables.own_parameter_bytes(layers[:, None], layers[None, :]), 0.0)
+    update = np.maximum(_differences(tables.optimizer_prefix), 0.0) / speed
+    costs = []
+    for share in found:
+        rings = [fixed + rate * own for fixed, rate in least_rings(problem, share.width)]
+        costs.append(np.where(own > 0, np.minimum.reduce(rings), 0.0) + update)
+    return np.array(costs)
+
+
+def least_rings(problem: Problem, replicas: int) -> list[tuple[float, float]]:
+    """Fixed seconds and seconds per byte of the rings that may be the fastest."""
+    if replicas == 1:
+        return [(0.0, 0.0)]
+    cluster, paper = problem.cluster, problem.model.network.model == "paper"
+    sizes = cluster.machine_sizes()
+    inside = [group.inside for group in cluster.machines]
+    outside = [group.outside for group in cluster.machines if group.outside is not None]
+    fast_inside = max(link.allreduce_bandwidth or link.bandwidth for link in inside)
+    rings = []
+    for machines in range(-(-replicas // max(sizes)), min(replicas, len(sizes)) + 1):
+        most = -(-replicas // machines)
+        per_byte = 2 * (most - 1) / most / fast_inside
+        fixed = 2 * (most - 1) * min(link.latency for link in inside)
+        if machines > 1:
+            rates = [_ring_rate(link, paper) for link in outside]
+            if paper:
+                per_byte = 2 * (replicas - 1) / replicas / max(rates)
+            else:
+                per_byte += 2 * (machines - 1) / machines / max(rates)
+                fixed += 2 * (machines - 1) * min(link.latency for link in outside)
+        elif paper:
+            per_byte = 2 * (replicas - 1) / replicas / fast_inside
+        rings.append((0.0 if paper else fixed, per_byte))
+    return rings
+
+
+def _ring_rate(link: Link, paper: bool) -> float:
+    rate = link.allreduce_bandwidth or link.bandwidth
+    return rate if paper else min(rate, link.bandwidth)
+
+
+def _links(
+    problem: Problem, found: Sequence[Share], counts: tuple[int, int]
+) -> tuple[Floats, Floats, Floats]:
+    """Least seconds of the message between the first replicas of two stages: F + B, F, work."""
+    latency, rate = _best_route(problem)
+    certain = certain_bytes(problem.profile)
+
+    def seconds(rows: Floats, size: MessageBytes, messages: int = 1) -> Floats:
+        sent = rows[:, :, None] * size.per_row + messages * size.fixed
+        result: Floats = np.where(sent > 0, messages * latency + sent / rate, 0.0)
+        return result
+
+    def fewest(rows: list[int]) -> Floats:
+        least: Floats = np.minimum.outer(rows, rows).astype(np.float64)
+        return least
+
+    widest = np.maximum.outer(*[[share.most_width for share in found]] * 2)
+    forward = seconds(fewest([share.first_rows for share in found]), certain.forward)
+    backward = seconds(fewest([share.last_rows for share in found]), certain.backward)
+    shared = problem.global_batch_size / widest
+    whole = [seconds(shared, size, counts[0]) for size in (certain.forward, certain.backward)]
+    if problem.model.network.model != "paper" and problem.cluster.num_machines > 1:
+        crowded = _crowding(problem, found, counts)[:, :, None]
+        whole += [crowded * certain.forward.per_row, crowded * certain.backward.per_row]
+    return forward + backward, forward, np.maximum.reduce(whole)
+
+
+def _crowding(problem: Problem, found: Sequence[Share], counts: tuple[int, int]) -> Floats:
+    """Rows of the whole step that pass one network card, per bandwidth; shape (R, R).
+
+    Where k machines hold the r devices of one stage, they hold at most k m - r of the other's n;
+    the others' rows pass the k cards.
+    """
+    sizes = problem.machine_sizes
+    most = max(sizes)
+    links = (group.outside for group in problem.cluster.machines)
+    bandwidth = max(link.bandwidth for link in links if link is not None)
+    crowded = np.zeros((len(found), len(found)))
+    for (a, one), (b, other) in itertools.product(enumerate(found), repeat=2):
+        each = _least_rows(problem.global_batch_size, counts, other.most_width)
+        few, many = one.width, other.width
+        rows = min(
+            max(0, many + few - machines * most) * each / machines
+            for machines in range(-(-few // most), min(one.most_width, len(sizes)) + 1)
+        )
+        crowded[a, b] = crowded[b, a] = max(crowded[a, b], rows / bandwidth)
+    return crowded
+
+
+def _least_rows(batch: int, counts: tuple[int, int], replicas: int) -> int:
+    """Rows of a step that every replica has at least."""
+    low, high = counts
+    if low == high:
+        return sum(size // replicas for size in split_rows(batch, high))
+    return low * (batch // high // replicas)
+
+
+def _best_route(problem: Problem) -> tuple[float, float]:
+    """The least latency and the highest rate among all pairs of devices."""
+    routes = []
+    network = problem.model.network
+    first = np.cumsum([0, *problem.machine_sizes])
+    for here in range(len(problem.machine_sizes)):
+        if problem.machine_sizes[here] > 1:
+            routes.append(network.route(int(first[here]), int(first[here]) + 1))
+        if here:
+            routes.append(network.route(0, int(first[here])))
+            routes.append(network.route(int(first[here]), int(first[here - 1])))
+    if not routes:
+        return 0.0, math.inf
+    return min(route.latency for route in routes), max(route.rate for route in routes)
+
+
+def _differences(prefix: Floats) -> Floats:
+    sums: Floats = prefix[None, :] - prefix[:, None]
+    return sums
