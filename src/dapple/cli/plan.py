@@ -25,9 +25,12 @@ def plan(
     memory: Annotated[
         str | None, typer.Option(help='Memory of each device, such as "110 MiB".')
     ] = None,
-    planner: Annotated[str, typer.Option(help="dapple, or a baseline: dp, straight, even.")] = (
-        "dapple"
-    ),
+    planner: Annotated[
+        str,
+        typer.Option(
+            help="dapple, or a baseline: dp, straight, even, gpipe, torchgpipe, pipedream, hpgo."
+        ),
+    ] = "dapple",
     optimizer: Annotated[str, typer.Option(help="Whose state takes memory.")] = "adamw",
     schedule: Annotated[str, typer.Option(help="early-backward or gpipe.")] = "early-backward",
     network_model: Annotated[

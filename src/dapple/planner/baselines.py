@@ -62,22 +62,21 @@ BASELINES: dict[str, Baseline] = {
 FIXED_SCHEDULES = {"gpipe": "gpipe", "torchgpipe": "gpipe"}
 """Baselines that are defined by their schedule, whichever is asked for."""
 
-_SEARCHES = ("pipedream", "hpgo")
-_SEARCH_LIMIT = 600
+_LIMITS = {"pipedream": 600, "hpgo": 4000}
 
 
 def candidates(problem: Problem) -> tuple[str, ...]:
     """The baselines that a search looks at before its own plans, so that it is never worse.
 
-    Other planners' searches are left out where they would take longer than our own (layers x
-    devices above 600): their plans lie within our search space.
+    Other planners' searches are left out where they would take as long as our own (by layers x
+    devices): their plans lie within our search space.
     """
-    small = problem.num_layers * problem.num_devices <= _SEARCH_LIMIT
+    size = problem.num_layers * problem.num_devices
     return tuple(
         name
         for name in BASELINES
         if FIXED_SCHEDULES.get(name, problem.schedule) == problem.schedule
-        and (small or name not in _SEARCHES)
+        and size <= _LIMITS.get(name, size)
     )
 
 

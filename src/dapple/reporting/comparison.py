@@ -51,16 +51,16 @@ def comparison_table(rows: Sequence[Compared], title: str) -> Table:
 def plan_shape(plan: Plan) -> str:
     """A plan in a few words: replicas of each stage, and how many layers each holds.
 
-    One stage is "DP on 8"; one device per stage "straight, 16 stages"; two stages of eight devices
-    "8:8, layers 24:24"; of many stages only their number is told.
+    One stage is "DP on 8"; sixteen stages of one device "straight on 16"; two stages of eight
+    devices "8:8, layers 24:24"; of many stages only their number and all devices are told.
     """
     replicas = [stage.replicas for stage in plan.stages]
     if len(replicas) == 1:
         return f"DP on {replicas[0]}" if replicas[0] > 1 else "one device"
     if len(replicas) > _MANY:
         if max(replicas) == 1:
-            return f"straight, {len(replicas)} stages"
-        return f"{len(replicas)} stages on {sum(replicas)} devices"
+            return f"straight on {len(replicas)}"
+        return f"{len(replicas)} stages on {sum(replicas)}"
     layers = ":".join(str(stage.stop - stage.start) for stage in plan.stages)
     return f"{':'.join(map(str, replicas))}, layers {layers}"
 
