@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from dapple.graph import BoundaryTensor, StageProgram
 from tests.distributed.harness import note_action, run_ranks
 from tests.runtime import cases
 from tests.runtime.cases import Run
@@ -28,10 +29,25 @@ class Noted:
         note_action(f"{action} of micro-batch {micro_batch} in {self._run}")
 
 
+class TrainingOnly(OwnCopy):
+    """Without the evaluation mode, whose capture takes as long again: no run here evaluates."""
+
+    def stage(self, start: int, stop: int, training: bool = True) -> StageProgram:
+        return super().stage(start, stop)
+
+    def tensors(self, training: bool = True) -> tuple[BoundaryTensor, ...]:
+        return self._graph.tensors()
+
+
 def train_all(rank: int, world_size: int, runs: list[Run]) -> list[Any]:
     """One rank's parameters and losses of each run."""
     # Each rank trains a copy, so that the model has to be captured once only.
-    return [cases.train(OwnCopy(cases.build(run.model)), run, progress=Noted(run)) for run in runs]
+    return [
+        cases.train(
+            TrainingOnly(cases.build(run.model, evaluation=False)), run, progress=Noted(run)
+        )
+        for run in runs
+    ]
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)

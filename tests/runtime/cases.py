@@ -148,10 +148,16 @@ def make_model(name: str, seed: int = 7) -> nn.Module:
 
 
 @functools.cache
-def build(name: str, seed: int = 7) -> LayerGraph:
+def build(name: str, seed: int = 7, evaluation: bool = True) -> LayerGraph:
     """The capture of the named model."""
     example = EXAMPLES[name]
-    return capture(make_model(name, seed), example.batch(4, 0)[0], loss=example.loss, name=name)
+    return capture(
+        make_model(name, seed),
+        example.batch(4, 0)[0],
+        loss=example.loss,
+        name=name,
+        evaluation=evaluation,
+    )
 
 
 def make_plan(
