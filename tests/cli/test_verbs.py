@@ -147,7 +147,10 @@ def check_run(folder: Path, steps: int) -> None:
 
 
 def test_train_profiles_plans_and_trains(tmp_path):
-    """plan.file = "auto", by default; a run under a memory limit, then some steps without it."""
+    """plan.file = "auto", by default; a run under a memory limit, then some steps without it.
+
+    (tests/docs/test_readme.py trains with a plan file.)
+    """
     job, folder = tmp_path / "job.toml", tmp_path / "run"
     text = JOB.format(folder=folder, cluster='memory = "3 KiB"', plan="")
     job.write_text(text + "steps_without_memory_limit = 2\n")
@@ -159,24 +162,3 @@ def test_train_profiles_plans_and_trains(tmp_path):
     assert load_record(Plan, folder / "plan.json").model == "own"
     assert load_cluster(str(folder / "cluster.toml")).num_devices == 2
     assert not (folder / "without-memory-limit" / "weights.pt").exists()
-
-
-def test_train_takes_a_plan_file(tmp_path):
-    """One process per device of the plan."""
-    plan = {
-        "format": "dapple-plan",
-        "model": "own",
-        "global_batch_size": 5,
-        "micro_batch_size": 3,
-        "num_micro_batches": 2,
-        "stages": [
-            {"start": 0, "stop": 1, "devices": [0], "warmup": 2},
-            {"start": 1, "stop": 2, "devices": [1], "warmup": 1},
-        ],
-        "cluster": load_cluster("config-a:1x2").model_dump(mode="json"),
-    }
-    (tmp_path / "plan.json").write_text(json.dumps(plan))
-    job, folder = tmp_path / "job.toml", tmp_path / "run"
-    job.write_text(JOB.format(folder=folder, cluster="", plan=f'file = "{tmp_path}/plan.json"'))
-    assert "training loss" in train(job)
-    check_run(folder, 4)
