@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from dapple.graph import BoundaryTensor, StageProgram
+from dapple.runtime.watch import NoWatch
 from tests.distributed.harness import note_action, run_ranks
 from tests.runtime import cases
 from tests.runtime.cases import Run
@@ -44,7 +45,7 @@ def train_all(rank: int, world_size: int, runs: list[Run]) -> list[Any]:
     # Each rank trains a copy, so that the model has to be captured once only.
     return [
         cases.train(
-            TrainingOnly(cases.build(run.model, evaluation=False)), run, progress=Noted(run)
+            TrainingOnly(cases.build(run.model, evaluation=False)), run, watch=NoWatch(Noted(run))
         )
         for run in runs
     ]

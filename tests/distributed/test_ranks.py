@@ -40,6 +40,7 @@ def memory_of_a_stage(folder: Path) -> dict[str, Any]:
     at_start = live_bytes()
     trainer.step(torch.randn(4, WIDTH), torch.randn(4, WIDTH))
     layers = trainer.topology.stage_plan.stop - trainer.topology.stage_plan.start
+    trainer.close()
     return {
         "parameters": layers * 4 * (WIDTH * WIDTH + WIDTH),
         "number": layers * 2,
@@ -71,6 +72,7 @@ def saved_weights(folder: Path) -> dict[str, Tensor]:
     trainer.step(*case.batch(8))
     trainer.save_weights(folder / "weights")
     trainer.save_weights(folder / "weights.pt")
+    trainer.close()
     return {name: value.clone() for name, value in trainer.state_dict().items()}
 
 
@@ -99,6 +101,7 @@ def masks(folder: Path) -> list[dict[str, Any]]:
         # Equal rows: pieces differ by their masks only.
         trainer.step(torch.ones(6, 6).double(), torch.ones(6, 6).double())
         weights = {name: value.clone() for name, value in trainer.state_dict().items()}
+        trainer.close()
         results.append({"outputs": list(seen), "weights": weights})
     return results
 

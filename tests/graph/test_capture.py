@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from dapple.errors import CaptureError
 from dapple.graph import LayerGraph, capture
 from tests.graph import checks, models
 
@@ -216,9 +217,67 @@ def test_fingerprints_know_the_architecture_and_not_the_weights() -> None:
     example = torch.randn(3, 6)
 
     def fingerprint(model: nn.Module) -> str:
-        return capture(model, example, loss=F.mse_loss, evaluation=False, name="m").fingerprint()
+        return capture(model, example, loss=F.mse_loss, evaluation=False, name="m").fingerprint
 
     same = [fingerprint(models.CASES["two names"].make().float()) for _ in range(2)]
     assert same[0] == same[1]
     others = [models.FrozenMiddle(), models.CalledTwice(), models.NoParametersFirst()]
     assert len({same[0], *(fingerprint(m) for m in others)}) == 4
+
+
+class SoftmaxOverTheBatch(nn.Module):
+    """Each row's value depends on all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 6), nn.Softmax(dim=0), nn.Linear(6, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def test_rows_that_depend_on_each_other_are_noticed():
+    """A softmax over the batch does not show in shapes, but in numbers."""
+    with pytest.warns(UserWarning, match="rows depend on each other"):
+        graph = capture(SoftmaxOverTheBatch(), torch.randn(4, 6), loss=F.mse_loss)
+    assert any("rows depend on each other" in note for note in graph.notes)
+
+
+def test_independent_rows_raise_no_alarm_and_leave_no_trace():
+    """Dropout, batch norm and masks are not taken for mixing, and nothing is written or drawn."""
+    layers = [nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 4)]
+    model = nn.Sequential(*layers)
+    before = {n: v.clone() for n, v in model.state_dict().items()}
+    state = torch.get_rng_state()
+    graph = capture(model, torch.randn(4, 6, generator=torch.Generator()), loss=F.mse_loss)
+    assert not graph.notes
+    assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+class WithTable(nn.Module):
+    """Reads a table that happens to have as many rows as the example batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) @ table
+
+
+def test_an_input_can_be_named_as_no_batch():
+    """A 4 x 4 table at an example batch of 4 is not cut into rows."""
+    inputs = (torch.randn(4, 4), torch.eye(4))
+    graph = capture(WithTable(), inputs, loss=F.mse_loss, shared=[1])
+    assert [spec.batched for spec in graph.inputs] == [True, False]
+    rows = graph.rows_of_inputs((torch.randn(7, 4), torch.eye(4)), slice(2, 5))
+    assert [tuple(t.shape) for t in rows] == [(3, 4), (4, 4)]
+
+
+def test_a_capture_serves_one_trainer():
+    """Its other stages' parameters are freed, so a second one is refused by name."""
+    graph = capture(nn.Linear(3, 3), torch.randn(4, 3), loss=F.mse_loss)
+    graph.release(set())
+    with pytest.raises(CaptureError, match="has a trainer already"):
+        graph.release(set())

@@ -68,7 +68,7 @@ def test_a_plan_for_another_model() -> None:
 def test_a_plan_for_this_model() -> None:
     """The model's own fingerprint is taken."""
     graph = cases.build("mlp")
-    plan = plan_for((1,), model_fingerprint=graph.fingerprint())
+    plan = plan_for((1,), model_fingerprint=graph.fingerprint)
     assert on_ranks(graph, plan, lambda trainer: trainer.rank) == [0]
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -18,207 +17,17 @@ from torch import nn
 from torch.export import Dim, export
 from torch.utils import _pytree as pytree
 
-from dapple.errors import CaptureError, InputError
+from dapple.errors import CaptureError
 from dapple.graph.backwards import own_backwards_refused
 from dapple.graph.failures import export_failure, export_output_kept
+from dapple.graph.layers import InputSpec, LayerGraph, LossFunction, as_call, own_loss
 from dapple.graph.nodes import attribute
 from dapple.graph.normalise import normalise
-from dapple.graph.program import BoundaryTensor, Program
-from dapple.graph.stage import StageProgram, build_stage
+from dapple.graph.probe import MIXING, rows_that_mix
+from dapple.graph.program import Program
 from dapple.graph.units import Units
 
-LossFunction = Callable[[Any, Any], torch.Tensor]
 _MAX_BATCH = 1 << 20
-
-
-@dataclass(frozen=True)
-class InputSpec:
-    """One tensor (or constant) that the model takes.
-
-    Attributes:
-        name: its name in the graph.
-        shape: its shape at capture; the first dimension is the batch where `batched`.
-        dtype: its type; None for a constant.
-        batched: the first dimension is the batch.
-        constant: the value, where it is no tensor.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype | None
-    batched: bool
-    constant: Any = None
-
-
-@dataclass(frozen=True)
-class LayerGraph:
-    """A captured model: layers in order, the tensors between them, who holds which parameter.
-
-    Attributes:
-        name: the model's name, for people.
-        layer_names: one name per layer.
-        inputs: the model's inputs, flat, in order.
-        loss: computes the loss from (output, targets); None: the model returns its loss.
-        tied: groups of (layer, parameter name) that read one and the same parameter.
-        unused_parameters: parameters that no layer reads; they stay as they were.
-        notes: what a user should know of this capture.
-    """
-
-    name: str
-    layer_names: tuple[str, ...]
-    inputs: tuple[InputSpec, ...]
-    loss: LossFunction | None
-    tied: tuple[tuple[tuple[int, str], ...], ...]
-    unused_parameters: tuple[str, ...]
-    notes: tuple[str, ...]
-    _model: nn.Module = field(repr=False)
-    _training: Program = field(repr=False)
-    _evaluation: Program | None = field(repr=False)
-    _input_spec: pytree.TreeSpec = field(repr=False)
-    _output_specs: Mapping[bool, pytree.TreeSpec] = field(repr=False)
-    _names: Mapping[str, str] = field(repr=False)
-
-    @property
-    def num_layers(self) -> int:
-        """Number of layers."""
-        return len(self.layer_names)
-
-    def parameters_of(self, layer: int) -> dict[str, nn.Parameter]:
-        """The parameters that a layer reads, by the model's own (first) name."""
-        names = self._training.parameters_of(layer)
-        return {self._names[n]: attribute(self._training.module, n) for n in names}
-
-    def tensors(self, training: bool = True) -> tuple[BoundaryTensor, ...]:
-        """The tensors that are read by a later layer than their own, in graph order."""
-        return tuple(self._program(training).boundary_tensors().values())
-
-    def stage(self, start: int, stop: int, training: bool = True) -> StageProgram:
-        """Layers start..stop as a module that shares the model's parameters.
-
-        Raises:
-            CaptureError: the range is empty or outside the model.
-        """
-        if not 0 <= start < stop <= self.num_layers:
-            raise CaptureError(
-                f"layers {start}..{stop} are no stage of a model with {self.num_layers} layers"
-            )
-        persistent = set(self._model.state_dict(keep_vars=True))
-        return build_stage(self._program(training), start, stop, self._names, persistent)
-
-    def uses_batch_statistics(self, start: int, stop: int) -> bool:
-        """Some layer of the range normalises over the batch (BatchNorm)."""
-        return self._training.uses_batch_statistics(start, stop)
-
-    def flatten_inputs(self, inputs: Any) -> dict[str, Any]:
-        """The model's inputs by their names in the graph, checked against the capture.
-
-        Args:
-            inputs: a tensor, a tuple of positional arguments, or a dict of keyword arguments, as
-                at capture.
-
-        Raises:
-            InputError: another structure, type or shape than at capture, or unequal batch sizes.
-        """
-        arguments, keywords = as_call(inputs)
-        flat, spec = pytree.tree_flatten((arguments, keywords))
-        if spec != self._input_spec:
-            captured = [s.constant if s.dtype is None else _A_TENSOR for s in self.inputs]
-            raise InputError(
-                f"the inputs are ({_as_call_text(flat, spec)}), but {self.name} was captured with "
-                f"({_as_call_text(captured, self._input_spec)}); pass the same arguments"
-            )
-        named = dict(zip((s.name for s in self.inputs), flat, strict=True))
-        rows: dict[str, int] = {}
-        for spec_, value in zip(self.inputs, flat, strict=True):
-            _check_input(spec_, value)
-            if spec_.batched:
-                rows[spec_.name] = value.shape[0]
-        if len(set(rows.values())) > 1:
-            raise InputError(
-                f"the inputs have different batch sizes: {rows}; pass as many rows of each (at "
-                "capture, an input with as many rows as the first is taken for a batch)"
-            )
-        return named
-
-    def batch_size(self, named: Mapping[str, Any]) -> int:
-        """Rows of flattened inputs."""
-        return next(int(named[s.name].shape[0]) for s in self.inputs if s.batched)
-
-    def unflatten_outputs(self, flat: Sequence[Any], training: bool = True) -> Any:
-        """The model's own output structure from a stage's flat results."""
-        return pytree.tree_unflatten(list(flat), self._output_specs[training])
-
-    def loss_of(self, output: Any, targets: Any) -> torch.Tensor:
-        """The loss of one piece: by the loss function, or out of the model's own output.
-
-        Raises:
-            InputError: the loss function returns something else than a scalar.
-        """
-        if self.loss is None:
-            return own_loss(output)
-        loss = self.loss(output, targets)
-        if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
-            shape = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise InputError(
-                f"the loss function returned {shape} instead of a scalar tensor; return the mean "
-                "over its rows, or over what `weight` counts"
-            )
-        return loss
-
-    def loss_of_results(
-        self, results: Sequence[Any], targets: Any, *, training: bool
-    ) -> torch.Tensor:
-        """The loss of one piece from the last stage's flat results."""
-        return self.loss_of(self.unflatten_outputs(results, training), targets)
-
-    def fingerprint(self) -> str:
-        """Identifies the model's layers, parameters and tensors; the weights don't count."""
-        parts: list[Any] = [self.name]
-        for layer, name in enumerate(self.layer_names):
-            shapes = {n: (tuple(p.shape), p.dtype) for n, p in self.parameters_of(layer).items()}
-            parts.append((name, sorted(shapes.items(), key=str)))
-        parts += [(t.name, t.producer, t.consumers, t.shape, t.dtype) for t in self.tensors()]
-        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
-
-    def original_names(self) -> dict[str, list[str]]:
-        """Every name of each parameter and buffer in the model's state_dict, by its first name."""
-        found: dict[int, list[str]] = {}
-        for name, value in self._model.state_dict(keep_vars=True).items():
-            found.setdefault(id(value), []).append(name)
-        return {names[0]: names for names in found.values()}
-
-    def release(self, keep: set[int]) -> None:
-        """Free the memory of parameters and buffers other than those with an id in `keep`.
-
-        The model can't be used on its own afterwards.
-        """
-        for value in [*self._model.parameters(), *self._model.buffers()]:
-            if id(value) not in keep:
-                value.data = value.data.new_empty(0)
-                value.grad = None
-
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """All parameters of the model by name, tied ones once, unused ones included."""
-        return dict(self._model.named_parameters())
-
-    def unread(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers of the state_dict that no layer reads in training.
-
-        They stay as they were, but belong into a checkpoint.
-        """
-        state = self._model.state_dict(keep_vars=True)
-        read = {id(attribute(self._training.module, n)) for n in self._training.attributes()}
-        first = (names[0] for names in self.original_names().values())
-        return {n: state[n] for n in first if id(state[n]) not in read}
-
-    def _program(self, training: bool) -> Program:
-        program = self._training if training else self._evaluation
-        if program is None:
-            raise CaptureError(
-                f"{self.name} was captured without its evaluation mode; capture it with "
-                "evaluation=True"
-            )
-        return program
 
 
 def capture(
@@ -229,18 +38,25 @@ def capture(
     name: str | None = None,
     finer: bool = False,
     evaluation: bool = True,
+    shared: Collection[int | str] = (),
 ) -> LayerGraph:
     """Capture a model with example inputs.
 
     Args:
         model: any module that `torch.export` takes; it is not modified.
-        inputs: a tensor, a tuple of positional or a dict of keyword arguments. Tensors whose first
-            dimension equals the first tensor's are taken as batched; at least 2 rows.
+        inputs: a tensor, a tuple of positional or a dict of keyword arguments, of at least 2 rows.
+            Tensors whose first dimension equals the first tensor's are taken as batched.
         loss: (output, targets) -> scalar mean loss; None: the model returns its loss (a scalar, a
             dict or named tuple with "loss", or a tuple that starts with it).
         name: the model's name; its class name by default.
         finer: layers are leaf modules rather than blocks.
         evaluation: also capture the evaluation mode, which takes as long again.
+        shared: positions or names of arguments that are the same for all rows although their first
+            dimension looks like the batch.
+
+    Warns:
+        UserWarning: some row's values depend on other rows, so that pieces of a batch give other
+            gradients than the whole; also in `notes`.
 
     Raises:
         CaptureError: export failed, or the example has fewer than 2 rows.
@@ -248,24 +64,32 @@ def capture(
     arguments, keywords = as_call(inputs)
     flat, input_spec = pytree.tree_flatten((arguments, keywords))
     rows = _example_rows(flat)
+    batched = _batched(arguments, keywords, rows, shared)
     modes = {module: module.training for module in model.modules()}
     units = Units(model, finer)
     try:
         # A model in training mode is taken as it is: parts of it may be in evaluation mode for good.
         if not model.training:
             model.train()
-        training, output_spec = _export(model, arguments, keywords, rows, units)
+        training, output_spec = _export(model, arguments, keywords, batched, units)
         output_specs = {True: output_spec}
         other = None
         if evaluation:
-            other, output_specs[False] = _export(model.eval(), arguments, keywords, rows, units)
+            other, output_specs[False] = _export(model.eval(), arguments, keywords, batched, units)
     finally:
         for module, mode in modes.items():
             module.training = mode
     programs = [training] if other is None else [training, other]
     notes = _align(programs)
     names = _first_names(model, *programs)
-    specs = tuple(_input_spec(node.name, v, rows) for node, v in _pair(training, flat))
+    notes += rows_that_mix(training, flat, batched)
+    for note in notes:
+        if note.startswith(MIXING):
+            warnings.warn(f"{type(model).__name__}: {note}", stacklevel=2)
+    specs = tuple(
+        _input_spec(node.name, v, b)
+        for (node, v), b in zip(_pair(training, flat), batched, strict=True)
+    )
     graph = LayerGraph(
         name=name or type(model).__name__,
         layer_names=tuple(training.unit_names),
@@ -273,6 +97,7 @@ def capture(
         loss=loss,
         tied=_tied(training, names),
         unused_parameters=_unused(model, training, names),
+        fingerprint=_fingerprint(name or type(model).__name__, training, names),
         notes=tuple(notes),
         _model=model,
         _training=training,
@@ -284,52 +109,6 @@ def capture(
     if loss is None:
         _check_own_loss(graph)
     return graph
-
-
-def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments from a tensor, a tuple or a dict."""
-    if isinstance(inputs, dict):
-        return (), {name: inputs[name] for name in sorted(inputs)}
-    if isinstance(inputs, tuple | list):
-        return tuple(inputs), {}
-    return (inputs,), {}
-
-
-class _ATensor:
-    def __repr__(self) -> str:
-        return "tensor"
-
-
-_A_TENSOR = _ATensor()
-
-
-def _as_call_text(flat: Sequence[Any], spec: pytree.TreeSpec) -> str:
-    """Arguments as in a call, such as "tensor, mask=tensor, scale=3"."""
-    shown = [_A_TENSOR if isinstance(v, torch.Tensor) else v for v in flat]
-    arguments, keywords = pytree.tree_unflatten(shown, spec)
-    words = [repr(a) for a in arguments] + [f"{n}={v!r}" for n, v in keywords.items()]
-    return ", ".join(words)
-
-
-def own_loss(output: Any) -> torch.Tensor:
-    """The loss in a model's own output.
-
-    Raises:
-        CaptureError: there is none.
-    """
-    candidates = [output]
-    if isinstance(output, Mapping):
-        candidates.append(output.get("loss"))
-    elif isinstance(output, tuple | list) and output:
-        candidates.append(output[0])
-    candidates.append(getattr(output, "loss", None))
-    for value in candidates:
-        if isinstance(value, torch.Tensor) and value.dim() == 0:
-            return value
-    raise CaptureError(
-        f"the model returns a {type(output).__name__} without a scalar loss; pass a loss function "
-        "to capture, or return the loss first or as `loss`"
-    )
 
 
 def _example_rows(flat: Sequence[Any]) -> int:
@@ -345,20 +124,35 @@ def _example_rows(flat: Sequence[Any]) -> int:
     return rows
 
 
+def _batched(
+    arguments: tuple[Any, ...],
+    keywords: dict[str, Any],
+    rows: int,
+    shared: Collection[int | str],
+) -> list[bool]:
+    """For each flat input, whether its first dimension is the batch."""
+    known = [*range(len(arguments)), *keywords]
+    unknown = [key for key in shared if key not in known]
+    if unknown:
+        raise CaptureError(f"shared names {unknown[0]!r}, but the arguments are {known}")
+    found = []
+    for key, value in [*enumerate(arguments), *keywords.items()]:
+        for leaf in pytree.tree_leaves(value):
+            has_rows = isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows
+            found.append(has_rows and key not in shared)
+    return found
+
+
 def _export(
     model: nn.Module,
     arguments: tuple[Any, ...],
     keywords: dict[str, Any],
-    rows: int,
+    batched: Sequence[bool],
     units: Units,
 ) -> tuple[Program, pytree.TreeSpec]:
-    batch = Dim("batch", min=1, max=_MAX_BATCH)
-
-    def dynamic(value: Any) -> dict[int, Any] | None:
-        batched = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == rows
-        return {0: batch} if batched else None
-
-    shapes = pytree.tree_map(dynamic, (arguments, keywords))
+    dim = Dim("batch", min=1, max=_MAX_BATCH)
+    spec = pytree.tree_structure((arguments, keywords))
+    shapes = pytree.tree_unflatten([{0: dim} if b else None for b in batched], spec)
     random = torch.get_rng_state()
     try:
         with warnings.catch_warnings(), own_backwards_refused(), export_output_kept() as printed:
@@ -378,7 +172,7 @@ def _export(
     finally:
         torch.set_rng_state(random)
     normalise(module)
-    return Program(module, units, _batch_symbol(module, rows)), exported.call_spec.out_spec
+    return Program(module, units, _batch_symbol(module)), exported.call_spec.out_spec
 
 
 def _by_argument(model: nn.Module, shapes: Any, keywords: dict[str, Any]) -> Any:
@@ -388,7 +182,7 @@ def _by_argument(model: nn.Module, shapes: Any, keywords: dict[str, Any]) -> Any
     return named
 
 
-def _batch_symbol(module: torch.fx.GraphModule, rows: int) -> sympy.Symbol | None:
+def _batch_symbol(module: torch.fx.GraphModule) -> sympy.Symbol | None:
     for node in module.graph.nodes:
         value = node.meta.get("val")
         if node.op == "placeholder" and isinstance(value, torch.Tensor) and value.dim():
@@ -444,32 +238,21 @@ def _pair(program: Program, flat: Sequence[Any]) -> list[tuple[torch.fx.Node, An
     return list(zip(program.placeholders, flat, strict=True))
 
 
-def _input_spec(name: str, value: Any, rows: int) -> InputSpec:
+def _input_spec(name: str, value: Any, batched: bool) -> InputSpec:
     if not isinstance(value, torch.Tensor):
         return InputSpec(name, (), None, False, value)
-    batched = value.dim() > 0 and value.shape[0] == rows
     return InputSpec(name, tuple(value.shape), value.dtype, batched)
 
 
-def _check_input(spec: InputSpec, value: Any) -> None:
-    if spec.dtype is None:
-        if value != spec.constant:
-            raise InputError(
-                f"input {spec.name} was captured as {spec.constant!r} and is fixed; got {value!r}"
-            )
-        return
-    if not isinstance(value, torch.Tensor) or value.dtype != spec.dtype:
-        kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
-        raise InputError(f"input {spec.name} must be a tensor of {spec.dtype}; got {kind}")
-    first = 1 if spec.batched else 0
-    if value.dim() != len(spec.shape) or tuple(value.shape[first:]) != spec.shape[first:]:
-        wanted = ["batch" if spec.batched and i == 0 else str(n) for i, n in enumerate(spec.shape)]
-        raise InputError(
-            f"input {spec.name} has shape {list(value.shape)}, but the model was captured for "
-            f"[{', '.join(wanted)}]; capture it with an example of the new shape"
-        )
-    if spec.batched and value.shape[0] < 1:
-        raise InputError(f"input {spec.name} has no rows; pass a batch of at least one")
+def _fingerprint(name: str, program: Program, names: Mapping[str, str]) -> str:
+    parts: list[Any] = [name]
+    for layer, layer_name in enumerate(program.unit_names):
+        found = {names[n]: attribute(program.module, n) for n in program.parameters_of(layer)}
+        shapes = {n: (tuple(p.shape), p.dtype) for n, p in found.items()}
+        parts.append((layer_name, sorted(shapes.items(), key=str)))
+    tensors = program.boundary_tensors().values()
+    parts += [(t.name, t.producer, t.consumers, t.shape, t.dtype) for t in tensors]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 def _tied(program: Program, names: Mapping[str, str]) -> tuple[tuple[tuple[int, str], ...], ...]:

@@ -189,6 +189,11 @@ class Program:
         """Some layer of the range is a batch norm in training mode."""
         return any(updates_statistics(n) for n in self.nodes_of(start, stop))
 
+    def row_dim(self, node: fx.Node) -> int | None:
+        """The dimension of a tensor that holds the rows; None if no single one does."""
+        shape = self._shape(node)
+        return None if shape is None else shape[1]
+
     def row_count(self, node: fx.Node) -> sympy.Expr | None:
         """The number that a size node stands for, as an expression in the batch size."""
         value = node.meta.get("val")

@@ -97,7 +97,7 @@ def measure_profile(
         tensors=_tensors(graph),
         tied=_tied(graph),
         concurrency=dist.get_world_size() if dist.is_initialized() else 1,
-        model_fingerprint=graph.fingerprint(),
+        model_fingerprint=graph.fingerprint,
     )
 
 

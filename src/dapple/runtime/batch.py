@@ -87,14 +87,22 @@ class Objective:
 
 
 def piece_weights(
-    layout: Layout, weight: WeightFunction | None, inputs: Any, targets: Any
+    layout: Layout,
+    weight: WeightFunction | None,
+    inputs_of: Callable[[slice], Any],
+    targets: Any,
 ) -> dict[int, float]:
     """w_i of this rank's pieces by micro-batch: by `weight`, or their rows.
+
+    Args:
+        layout: the rows of the step.
+        weight: (inputs, targets) of a piece -> w_i; None: rows.
+        inputs_of: the inputs of a row range.
+        targets: the targets of the global batch.
 
     Raises:
         InputError: a weight is negative or not finite.
     """
-    rows = layout.global_batch_size
     weights: dict[int, float] = {}
     for micro_batch in range(layout.num_micro_batches):
         where = layout.slice(micro_batch)
@@ -102,8 +110,7 @@ def piece_weights(
         if weight is None or count == 0:
             weights[micro_batch] = float(count)
         else:
-            piece = rows_of(inputs, where, rows), rows_of(targets, where, rows)
-            weights[micro_batch] = float(weight(*piece))
+            weights[micro_batch] = float(weight(inputs_of(where), rows_of(targets, where)))
     _check_weights(weights)
     return weights
 
@@ -131,12 +138,6 @@ def _check_weights(weights: dict[int, float]) -> None:
             )
 
 
-def rows_of(values: Any, where: slice, rows: int) -> Any:
-    """A row range of every tensor that has `rows` rows; everything else as it is."""
-
-    def part(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.shape[0] != rows:
-            return value
-        return value[where]
-
-    return pytree.tree_map(part, values)
+def rows_of(targets: Any, where: slice) -> Any:
+    """A row range of every target tensor; everything else as it is."""
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor[where], targets)

@@ -142,8 +142,15 @@ class Monitor:
             thread.start()
 
     @classmethod
-    def from_environment(cls, progress: Progress, patience: Patience | None = None) -> Monitor:
+    def from_environment(
+        cls, progress: Progress, patience: Patience | None = None, run: int = 0
+    ) -> Monitor:
         """The monitor of a process that torchrun, or any launcher with env:// variables, started.
+
+        Args:
+            progress: where this rank notes what it does.
+            patience: how long things may take.
+            run: tells apart monitors that one process has one after the other.
 
         Raises:
             RunError: no such launcher started this process, or the store cannot be reached.
@@ -161,7 +168,7 @@ class Monitor:
             int(os.environ["MASTER_PORT"]),
             int(os.environ["WORLD_SIZE"]),
             store_rank=None if launcher_hosts_store else 0,
-            attempt=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+            attempt=f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{run}",
             patience=patience,
         )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Protocol
 
 import torch
 
@@ -14,17 +13,11 @@ from dapple.runtime.layout import Layout
 from dapple.runtime.recorder import Recorder
 from dapple.runtime.stage import StageRunner
 from dapple.runtime.transport import Transport
+from dapple.runtime.watch import ActionLog
 from dapple.schedule import Action, Schedule
 
 RECEIVE_AHEAD = 1
 GRADIENT_WINDOW = 2
-
-
-class Progress(Protocol):
-    """Where the last action of this rank is noted, for failure reports."""
-
-    def set(self, action: str, micro_batch: int | None) -> None:
-        """Note an action."""
 
 
 class TrainingStep:
@@ -50,7 +43,7 @@ class TrainingStep:
         runner: StageRunner,
         boundaries: Boundaries,
         device: torch.device,
-        progress: Progress,
+        progress: ActionLog,
         recorder: Recorder,
         seeded: Callable[[int, int], AbstractContextManager[None]],
     ) -> None:
@@ -143,7 +136,7 @@ class EvaluationStep:
         runner: StageRunner,
         boundaries: Boundaries,
         device: torch.device,
-        progress: Progress,
+        progress: ActionLog,
     ) -> None:
         self._layout = layout
         self._runner = runner

@@ -6,17 +6,16 @@ import functools
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from dapple.errors import PlanError
 from dapple.graph import LayerGraph
 from dapple.records import Plan, Timeline
 from dapple.runtime.batch import (
@@ -41,29 +40,15 @@ from dapple.runtime.process import (
 )
 from dapple.runtime.recorder import Recorder
 from dapple.runtime.stage import StageRunner
-from dapple.runtime.step import EvaluationStep, Progress, TrainingStep
+from dapple.runtime.step import EvaluationStep, TrainingStep
 from dapple.runtime.topology import Topology
-from dapple.runtime.transport import DistributedTransport, Transport
+from dapple.runtime.transport import Transport
+from dapple.runtime.watch import Watch, watch_ranks
+from dapple.runtime.weights import write_weights
+from dapple.runtime.wiring import check_model, connect, tied_ranks
 from dapple.schedule import Schedule, check_schedule, make_schedule
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-
-
-class Guard(Protocol):
-    """Watches the other ranks while this one works (see runtime/failure.py)."""
-
-    def guard(self) -> AbstractContextManager[None]:
-        """Report an exception inside to all ranks."""
-
-
-class _Unwatched:
-    """No watch: for a single process and for tests."""
-
-    def set(self, action: str, micro_batch: int | None) -> None:
-        """Note nothing."""
-
-    def guard(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
 
 @dataclass(frozen=True)
@@ -97,8 +82,8 @@ class Trainer:
         device: this rank's device; by default the accelerator of the local rank, else the CPU.
         seed: for dropout: masks depend on seed, step, micro-batch, stage and first row.
         transport: the network; by default `torch.distributed`, set up by torchrun's environment.
-        watch: watches the other ranks.
-        progress: where the last action is noted.
+        watch: watches the other ranks, see runtime/failure.py; by default a monitor where a launcher
+            has started this rank, and nothing with a transport of one's own.
         record: note spans for `timeline`.
 
     Raises:
@@ -116,13 +101,10 @@ class Trainer:
         device: torch.device | None = None,
         seed: int = 0,
         transport: Transport | None = None,
-        watch: Guard | None = None,
-        progress: Progress | None = None,
+        watch: Watch | None = None,
         record: bool = True,
     ) -> None:
-        _check_model(graph, plan)
-        self._watch = watch or _Unwatched()
-        self._progress = progress or _Unwatched()
+        check_model(graph, plan)
         self.device = device or default_device()
         if transport is None:
             ensure_process_group(self.device)
@@ -130,6 +112,8 @@ class Trainer:
         else:
             rank, world_size = transport.rank, transport.world_size
         self.topology = Topology.of(plan, rank, world_size)
+        self._watch = watch or watch_ranks(rank, self.topology.stage, transport is None)
+        self._progress = self._watch.progress
         self._schedule_for(plan.num_micro_batches)
         self._graph = graph
         self._plan = plan
@@ -146,10 +130,12 @@ class Trainer:
             Boundaries(self.topology, program.reads, program.makes)
             for program in (self._program, self._evaluation)
         )
-        self._transport = transport or self._connect()
+        self._transport = transport or connect(graph, self.topology)
         trainable = {n: p for n, p in self._program.module.named_parameters() if p.requires_grad}
         self._gradients = GradientBuffers(
-            trainable, self.topology.ranks[self.topology.stage], self._tied_ranks(trainable)
+            trainable,
+            self.topology.ranks[self.topology.stage],
+            tied_ranks(graph, self.topology, trainable),
         )
         self.optimizer = optimizer(list(trainable.values())) if trainable else None
         self._runner = StageRunner(self._program)
@@ -159,6 +145,13 @@ class Trainer:
         self._fresh = True
         self.peak_boundary_bytes = 0
         self.last_step_seconds = 0.0
+
+    def close(self) -> None:
+        """End the run in order: returns when every rank has come here.
+
+        A rank that ends without it, other than by an error, closes at its exit.
+        """
+        self._watch.close()
 
     @property
     def rank(self) -> int:
@@ -252,23 +245,9 @@ class Trainer:
         A path that ends in ".pt" becomes one file for `torch.load`, any other a folder for
         `torch.distributed.checkpoint`, which no rank has to hold whole.
         """
-        import torch.distributed.checkpoint as checkpoint
-        from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
-        target = Path(path)
-        single = target.suffix == ".pt"
-        folder = target.with_suffix(".sharded") if single else target
-        folder.parent.mkdir(parents=True, exist_ok=True)
         with self._watch.guard():
             self._progress.set("save weights", None)
-            checkpoint.save(
-                dict(self.state_dict()), checkpoint_id=folder, no_dist=not dist.is_initialized()
-            )
-            if single and self.rank == 0:
-                dcp_to_torch_save(folder, target)
-                for file in folder.iterdir():
-                    file.unlink()
-                folder.rmdir()
+            write_weights(self.state_dict(), Path(path), self.rank)
 
     def _step(self, inputs: Any, targets: Any, update: bool) -> StepResult:
         named, layout = self._prepare(inputs, targets)
@@ -334,13 +313,12 @@ class Trainer:
         return Batch(placed, batched, objective)
 
     def _objective(self, inputs: Any, targets: Any, layout: Layout, training: bool) -> Objective:
-        rows = layout.global_batch_size
-
         def targets_of(where: slice) -> Any:
-            piece = rows_of(targets, where, rows)
+            piece = rows_of(targets, where)
             return pytree.tree_map_only(torch.Tensor, lambda t: t.to(self.device), piece)
 
-        weights = piece_weights(layout, self._weight, inputs, targets)
+        inputs_of = functools.partial(self._graph.rows_of_inputs, inputs)
+        weights = piece_weights(layout, self._weight, inputs_of, targets)
         total = torch.tensor(sum(weights.values()), dtype=torch.float64).to(self.device)
         pending = self._transport.sum(total, self.topology.ranks[-1])
         loss_of = functools.partial(self._graph.loss_of_results, training=training)
@@ -377,28 +355,6 @@ class Trainer:
             torch.manual_seed(mixed_seed(place))
             yield
 
-    def _tied_ranks(self, trainable: dict[str, nn.Parameter]) -> dict[str, tuple[int, ...]]:
-        tied = {}
-        for group in self._graph.tied:
-            name, layers = group[0][1], [layer for layer, _ in group]
-            stages = {self.topology.stage_of_layer(layer) for layer in layers}
-            if len(stages) > 1 and name in trainable:
-                tied[name] = self.topology.holders(layers)
-        return tied
-
-    def _connect(self) -> DistributedTransport:
-        topology = self.topology
-        groups = list(topology.ranks)
-        groups += [topology.holders([layer for layer, _ in g]) for g in self._graph.tied]
-        pairs = {
-            (topology.stage_of_layer(t.producer), topology.stage_of_layer(consumer))
-            for training in (True, False)
-            for t in self._graph.tensors(training)
-            for consumer in t.consumers
-        }
-        different = sorted((a, b) for a, b in pairs if a != b)
-        return DistributedTransport(groups, different, topology.ranks)
-
     def _release_other_stages(self) -> None:
         own = {id(t) for t in self._program.module.state_dict(keep_vars=True).values()}
         for module in (self._program.module, self._evaluation.module):
@@ -419,23 +375,3 @@ class Trainer:
     def _barrier(self) -> None:
         token = torch.zeros(1, device=self.device)
         self._transport.sum(token, tuple(range(self._transport.world_size))).wait()
-
-
-def _check_model(graph: LayerGraph, plan: Plan) -> None:
-    if plan.num_layers != graph.num_layers:
-        raise PlanError(
-            f"the plan covers {plan.num_layers} layers but {graph.name} has {graph.num_layers}; "
-            "make a plan from this model's profile"
-        )
-    actual = graph.fingerprint()
-    if plan.model_fingerprint not in (None, actual):
-        raise PlanError(
-            f"the plan was made for a model with fingerprint {plan.model_fingerprint}, but "
-            f"{graph.name} has {actual}; make a plan from this model's profile"
-        )
-    for number, stage in enumerate(plan.stages):
-        if stage.replicas > 1 and graph.uses_batch_statistics(stage.start, stage.stop):
-            raise PlanError(
-                f"stage {number} holds batch norm layers and {stage.replicas} replicas, which "
-                "the runtime can't keep equal to one device yet; plan one replica for it"
-            )

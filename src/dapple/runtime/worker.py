@@ -20,11 +20,10 @@ from dapple.graph import capture
 from dapple.job import Job
 from dapple.profiler.local import load_factory, load_function
 from dapple.records import Plan, Timeline
-from dapple.runtime.failure import Monitor
-from dapple.runtime.heartbeat import Progress
 from dapple.runtime.process import default_device, ensure_process_group
 from dapple.runtime.topology import Topology
 from dapple.runtime.trainer import StepResult, Trainer
+from dapple.runtime.watch import MonitorWatch
 
 TIMELINES = 9
 """Steps at the end whose timelines are kept; the one with the median step is written."""
@@ -60,19 +59,18 @@ def run_job(
     ensure_process_group(device)
     rank = dist.get_rank()
     topology = Topology.of(plan, rank, dist.get_world_size())
-    progress = Progress(rank, topology.stage)
-    monitor = Monitor.from_environment(progress)
-    with monitor.guard():
-        progress.set("capture", None)
-        trainer = _make_trainer(job, plan, device, monitor, progress)
+    watch = MonitorWatch(rank, topology.stage)
+    with watch.guard():
+        watch.progress.set("capture", None)
+        trainer = _make_trainer(job, plan, device, watch)
         run = _Run(job, trainer, _Log(folder, rank, report))
     run.train(steps)
-    with monitor.guard():
-        progress.set("write results", None)
+    with watch.guard():
+        watch.progress.set("write results", None)
         run.write_timeline(folder)
     if save:
         trainer.save_weights(folder / "weights.pt")
-    monitor.close()
+    trainer.close()
     dist.destroy_process_group()
 
 
@@ -104,9 +102,7 @@ def batches(job: Job, split: str) -> Iterator[tuple[Any, Any]]:
         ) from error
 
 
-def _make_trainer(
-    job: Job, plan: Plan, device: torch.device, monitor: Monitor, progress: Progress
-) -> Trainer:
+def _make_trainer(job: Job, plan: Plan, device: torch.device, watch: MonitorWatch) -> Trainer:
     torch.manual_seed(job.training.seed)
     workload = load_factory(job.model.factory, job.model.arguments)()
     graph = capture(workload.model, workload.inputs(4), loss=workload.loss, name=workload.name)
@@ -117,8 +113,7 @@ def _make_trainer(
         weight=workload.weight,
         device=device,
         seed=job.training.seed,
-        watch=monitor,
-        progress=progress,
+        watch=watch,
     )
 
 

@@ -1,0 +1,288 @@
+"""A captured model: layers in order, and stages cut out of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from dapple.errors import CaptureError, InputError
+from dapple.graph.nodes import attribute
+from dapple.graph.program import BoundaryTensor, Program
+from dapple.graph.stage import StageProgram, build_stage
+
+LossFunction = Callable[[Any, Any], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """One tensor (or constant) that the model takes.
+
+    Attributes:
+        name: its name in the graph.
+        shape: its shape at capture; the first dimension is the batch where `batched`.
+        dtype: its type; None for a constant.
+        batched: the first dimension is the batch.
+        constant: the value, where it is no tensor.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    batched: bool
+    constant: Any = None
+
+
+@dataclass(frozen=True)
+class LayerGraph:
+    """A captured model: layers in order, the tensors between them, who holds which parameter.
+
+    Attributes:
+        name: the model's name, for people.
+        layer_names: one name per layer.
+        inputs: the model's inputs, flat, in order.
+        loss: computes the loss from (output, targets); None: the model returns its loss.
+        tied: groups of (layer, parameter name) that read one and the same parameter.
+        unused_parameters: parameters that no layer reads; they stay as they were.
+        fingerprint: identifies the layers, parameters and tensors; the weights don't count.
+        notes: what a user should know of this capture.
+    """
+
+    name: str
+    layer_names: tuple[str, ...]
+    inputs: tuple[InputSpec, ...]
+    loss: LossFunction | None
+    tied: tuple[tuple[tuple[int, str], ...], ...]
+    unused_parameters: tuple[str, ...]
+    fingerprint: str
+    notes: tuple[str, ...]
+    _model: nn.Module = field(repr=False)
+    _training: Program = field(repr=False)
+    _evaluation: Program | None = field(repr=False)
+    _input_spec: pytree.TreeSpec = field(repr=False)
+    _output_specs: Mapping[bool, pytree.TreeSpec] = field(repr=False)
+    _names: Mapping[str, str] = field(repr=False)
+    _released: list[bool] = field(default_factory=list, repr=False)
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+        return len(self.layer_names)
+
+    def parameters_of(self, layer: int) -> dict[str, nn.Parameter]:
+        """The parameters that a layer reads, by the model's own (first) name."""
+        names = self._training.parameters_of(layer)
+        return {self._names[n]: attribute(self._training.module, n) for n in names}
+
+    def tensors(self, training: bool = True) -> tuple[BoundaryTensor, ...]:
+        """The tensors that are read by a later layer than their own, in graph order."""
+        return tuple(self._program(training).boundary_tensors().values())
+
+    def stage(self, start: int, stop: int, training: bool = True) -> StageProgram:
+        """Layers start..stop as a module that shares the model's parameters.
+
+        Raises:
+            CaptureError: the range is empty or outside the model.
+        """
+        if not 0 <= start < stop <= self.num_layers:
+            raise CaptureError(
+                f"layers {start}..{stop} are no stage of a model with {self.num_layers} layers"
+            )
+        persistent = set(self._model.state_dict(keep_vars=True))
+        return build_stage(self._program(training), start, stop, self._names, persistent)
+
+    def uses_batch_statistics(self, start: int, stop: int) -> bool:
+        """Some layer of the range normalises over the batch (BatchNorm)."""
+        return self._training.uses_batch_statistics(start, stop)
+
+    def flatten_inputs(self, inputs: Any) -> dict[str, Any]:
+        """The model's inputs by their names in the graph, checked against the capture.
+
+        Args:
+            inputs: a tensor, a tuple of positional arguments, or a dict of keyword arguments, as
+                at capture.
+
+        Raises:
+            InputError: another structure, type or shape than at capture, or unequal batch sizes.
+        """
+        arguments, keywords = as_call(inputs)
+        flat, spec = pytree.tree_flatten((arguments, keywords))
+        if spec != self._input_spec:
+            captured = [s.constant if s.dtype is None else _A_TENSOR for s in self.inputs]
+            raise InputError(
+                f"the inputs are ({_as_call_text(flat, spec)}), but {self.name} was captured with "
+                f"({_as_call_text(captured, self._input_spec)}); pass the same arguments"
+            )
+        named = dict(zip((s.name for s in self.inputs), flat, strict=True))
+        rows: dict[str, int] = {}
+        for spec_, value in zip(self.inputs, flat, strict=True):
+            _check_input(spec_, value)
+            if spec_.batched:
+                rows[spec_.name] = value.shape[0]
+        if len(set(rows.values())) > 1:
+            raise InputError(
+                f"the inputs have different batch sizes: {rows}; pass as many rows of each, or "
+                "name what is no batch in capture's `shared`"
+            )
+        return named
+
+    def rows_of_inputs(self, inputs: Any, where: slice) -> Any:
+        """A row range of inputs, in the structure they came in."""
+        arguments, keywords = as_call(inputs)
+        flat, spec = pytree.tree_flatten((arguments, keywords))
+        cut = [v[where] if s.batched else v for s, v in zip(self.inputs, flat, strict=True)]
+        arguments, keywords = pytree.tree_unflatten(cut, spec)
+        if isinstance(inputs, dict):
+            return keywords
+        return arguments if isinstance(inputs, tuple | list) else arguments[0]
+
+    def batch_size(self, named: Mapping[str, Any]) -> int:
+        """Rows of flattened inputs."""
+        return next(int(named[s.name].shape[0]) for s in self.inputs if s.batched)
+
+    def unflatten_outputs(self, flat: Sequence[Any], training: bool = True) -> Any:
+        """The model's own output structure from a stage's flat results."""
+        return pytree.tree_unflatten(list(flat), self._output_specs[training])
+
+    def loss_of(self, output: Any, targets: Any) -> torch.Tensor:
+        """The loss of one piece: by the loss function, or out of the model's own output.
+
+        Raises:
+            InputError: the loss function returns something else than a scalar.
+        """
+        if self.loss is None:
+            return own_loss(output)
+        loss = self.loss(output, targets)
+        if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+            shape = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise InputError(
+                f"the loss function returned {shape} instead of a scalar tensor; return the mean "
+                "over its rows, or over what `weight` counts"
+            )
+        return loss
+
+    def loss_of_results(
+        self, results: Sequence[Any], targets: Any, *, training: bool
+    ) -> torch.Tensor:
+        """The loss of one piece from the last stage's flat results."""
+        return self.loss_of(self.unflatten_outputs(results, training), targets)
+
+    def original_names(self) -> dict[str, list[str]]:
+        """Every name of each parameter and buffer in the model's state_dict, by its first name."""
+        found: dict[int, list[str]] = {}
+        for name, value in self._model.state_dict(keep_vars=True).items():
+            found.setdefault(id(value), []).append(name)
+        return {names[0]: names for names in found.values()}
+
+    def release(self, keep: set[int]) -> None:
+        """Free the memory of parameters and buffers other than those with an id in `keep`.
+
+        Neither the model nor this capture can be used for anything else afterwards.
+
+        Raises:
+            CaptureError: that has been done before.
+        """
+        if self._released:
+            raise CaptureError(
+                f"this capture of {self.name} has a trainer already, which freed the other stages' "
+                "parameters; build and capture the model again for another"
+            )
+        self._released.append(True)
+        for value in [*self._model.parameters(), *self._model.buffers()]:
+            if id(value) not in keep:
+                value.data = value.data.new_empty(0)
+                value.grad = None
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """All parameters of the model by name, tied ones once, unused ones included."""
+        return dict(self._model.named_parameters())
+
+    def unread(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers of the state_dict that no layer reads in training.
+
+        They stay as they were, but belong into a checkpoint.
+        """
+        state = self._model.state_dict(keep_vars=True)
+        read = {id(attribute(self._training.module, n)) for n in self._training.attributes()}
+        first = (names[0] for names in self.original_names().values())
+        return {n: state[n] for n in first if id(state[n]) not in read}
+
+    def _program(self, training: bool) -> Program:
+        program = self._training if training else self._evaluation
+        if program is None:
+            raise CaptureError(
+                f"{self.name} was captured without its evaluation mode; capture it with "
+                "evaluation=True"
+            )
+        return program
+
+
+def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments from a tensor, a tuple or a dict."""
+    if isinstance(inputs, dict):
+        return (), {name: inputs[name] for name in sorted(inputs)}
+    if isinstance(inputs, tuple | list):
+        return tuple(inputs), {}
+    return (inputs,), {}
+
+
+class _ATensor:
+    def __repr__(self) -> str:
+        return "tensor"
+
+
+_A_TENSOR = _ATensor()
+
+
+def _as_call_text(flat: Sequence[Any], spec: pytree.TreeSpec) -> str:
+    """Arguments as in a call, such as "tensor, mask=tensor, scale=3"."""
+    shown = [_A_TENSOR if isinstance(v, torch.Tensor) else v for v in flat]
+    arguments, keywords = pytree.tree_unflatten(shown, spec)
+    words = [repr(a) for a in arguments] + [f"{n}={v!r}" for n, v in keywords.items()]
+    return ", ".join(words)
+
+
+def own_loss(output: Any) -> torch.Tensor:
+    """The loss in a model's own output.
+
+    Raises:
+        CaptureError: there is none.
+    """
+    candidates = [output]
+    if isinstance(output, Mapping):
+        candidates.append(output.get("loss"))
+    elif isinstance(output, tuple | list) and output:
+        candidates.append(output[0])
+    candidates.append(getattr(output, "loss", None))
+    for value in candidates:
+        if isinstance(value, torch.Tensor) and value.dim() == 0:
+            return value
+    raise CaptureError(
+        f"the model returns a {type(output).__name__} without a scalar loss; pass a loss function "
+        "to capture, or return the loss first or as `loss`"
+    )
+
+
+def _check_input(spec: InputSpec, value: Any) -> None:
+    if spec.dtype is None:
+        if value != spec.constant:
+            raise InputError(
+                f"input {spec.name} was captured as {spec.constant!r} and is fixed; got {value!r}"
+            )
+        return
+    if not isinstance(value, torch.Tensor) or value.dtype != spec.dtype:
+        kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+        raise InputError(f"input {spec.name} must be a tensor of {spec.dtype}; got {kind}")
+    first = 1 if spec.batched else 0
+    if value.dim() != len(spec.shape) or tuple(value.shape[first:]) != spec.shape[first:]:
+        wanted = ["batch" if spec.batched and i == 0 else str(n) for i, n in enumerate(spec.shape)]
+        raise InputError(
+            f"input {spec.name} has shape {list(value.shape)}, but the model was captured for "
+            f"[{', '.join(wanted)}]; capture it with an example of the new shape"
+        )
+    if spec.batched and value.shape[0] < 1:
+        raise InputError(f"input {spec.name} has no rows; pass a batch of at least one")

@@ -1,0 +1,114 @@
+"""A numeric probe for models whose rows are not independent: the whole batch against two halves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from dapple.graph.nodes import is_random, is_tensor
+from dapple.graph.program import Program
+
+MIXING = "rows depend on each other"
+_TOLERANCE = 1e-3
+_ATTENTION = "scaled_dot_product_attention"
+
+
+def rows_that_mix(program: Program, flat: Sequence[Any], batched: Sequence[bool]) -> list[str]:
+    """Notes on tensors whose rows depend on other rows of the batch; empty if there are none.
+
+    Shapes don't show it (a softmax over the batch), so the layers run on the example's rows
+    together and in two halves. Batch norms are left out: their rule is known.
+
+    Args:
+        program: the training program.
+        flat: the example inputs.
+        batched: which of them have rows.
+    """
+    rows = next(v.shape[0] for v, b in zip(flat, batched, strict=True) if b)
+    chance = [n for n in program.graph.nodes if is_random(n) and not _is_dropout(n)]
+    if chance or any(isinstance(v, torch.Tensor) and v.device.type == "meta" for v in flat):
+        return []
+    half = rows // 2
+    pieces = [slice(0, rows), slice(0, half), slice(half, rows)]
+    try:
+        whole, first, second = (
+            _Probe(program).values([v[p] if b else v for v, b in zip(flat, batched, strict=True)])
+            for p in pieces
+        )
+    except Exception as error:
+        return [f"whether rows mix could not be tried: {type(error).__name__}"]
+    for name, (value, dim) in whole.items():
+        halves = torch.cat([first[name][0], second[name][0]], dim=dim)
+        if value.shape != halves.shape or not _same(value, halves):
+            return [
+                f"{MIXING} (seen at {name}): pieces of a batch give other gradients than the "
+                "whole batch; train with one micro-batch and one replica, or change the model"
+            ]
+    return []
+
+
+def _is_dropout(node: fx.Node) -> bool:
+    name = str(node.target)
+    return "dropout" in name or _ATTENTION in name
+
+
+def _same(value: torch.Tensor, other: torch.Tensor) -> bool:
+    if not (value.dtype.is_floating_point or value.dtype.is_complex):
+        return bool((value == other).float().mean() > 1 - _TOLERANCE)
+    known = torch.isfinite(value) & torch.isfinite(other)
+    if not bool(known.any()):
+        return True
+    scale = value[known].abs().max()
+    return bool((value - other)[known].abs().max() <= _TOLERANCE * scale + 1e-9)
+
+
+class _Probe(fx.Interpreter):
+    """Runs a program without chance, without batch statistics, and without writing anything."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(program.module, garbage_collect_values=True)
+        self._watched = {
+            node: tensor.row_dim
+            for node, tensor in program.boundary_tensors().items()
+            if tensor.row_dim is not None
+        }
+        for output in program.outputs:
+            if isinstance(output, fx.Node) and is_tensor(output):
+                dim = program.row_dim(output)
+                if dim is not None:
+                    self._watched[output] = dim
+        self._found: dict[str, tuple[torch.Tensor, int]] = {}
+
+    def values(self, inputs: Sequence[Any]) -> dict[str, tuple[torch.Tensor, int]]:
+        """The watched tensors and their row dimensions."""
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.run(*inputs, enable_io_processing=False)
+        return self._found
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a node, and keep its value if it is watched."""
+        if is_random(n) and _is_dropout(n) and _ATTENTION not in str(n.target):
+            result = self.fetch_args_kwargs_from_env(n)[0][0]
+        else:
+            result = super().run_node(n)
+        if n in self._watched:
+            self._found[n.name] = (result, self._watched[n])
+        return result
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """A copy of a buffer, so that what is written goes nowhere."""
+        value = super().get_attr(target, args, kwargs)
+        plain = isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
+        return value.clone() if plain else value
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Batch norms use their running statistics, attention drops nothing."""
+        if _ATTENTION in str(target) and len(args) > 4:
+            args = (*args[:4], 0.0, *args[5:])
+        if "batch_norm" in str(target) and len(args) > 5 and args[5] is True:
+            args = (*args[:5], False, *args[6:])
+        return super().call_function(target, args, kwargs)

@@ -1,0 +1,69 @@
+"""What a plan means for a captured model: who shares which parameter, who talks to whom."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from dapple.errors import PlanError
+from dapple.graph import LayerGraph
+from dapple.records import Plan
+from dapple.runtime.topology import Topology
+from dapple.runtime.transport import DistributedTransport
+
+
+def check_model(graph: LayerGraph, plan: Plan) -> None:
+    """The plan was made for this model, and the runtime can run it.
+
+    Raises:
+        PlanError: it was not, or can not.
+    """
+    if plan.num_layers != graph.num_layers:
+        raise PlanError(
+            f"the plan covers {plan.num_layers} layers but {graph.name} has {graph.num_layers}; "
+            "make a plan from this model's profile"
+        )
+    actual = graph.fingerprint
+    if plan.model_fingerprint not in (None, actual):
+        raise PlanError(
+            f"the plan was made for a model with fingerprint {plan.model_fingerprint}, but "
+            f"{graph.name} has {actual}; make a plan from this model's profile"
+        )
+    for number, stage in enumerate(plan.stages):
+        if stage.replicas > 1 and graph.uses_batch_statistics(stage.start, stage.stop):
+            raise PlanError(
+                f"stage {number} holds batch norm layers and {stage.replicas} replicas, which "
+                "the runtime can't keep equal to one device yet; plan one replica for it"
+            )
+
+
+def tied_ranks(
+    graph: LayerGraph, topology: Topology, trainable: Container[str]
+) -> dict[str, tuple[int, ...]]:
+    """For each tied parameter of this rank that several stages hold, the ranks of all of them.
+
+    Args:
+        graph: the captured model.
+        topology: this rank's place.
+        trainable: names of this rank's trainable parameters.
+    """
+    tied = {}
+    for group in graph.tied:
+        name, layers = group[0][1], [layer for layer, _ in group]
+        stages = {topology.stage_of_layer(layer) for layer in layers}
+        if len(stages) > 1 and name in trainable:
+            tied[name] = topology.holders(layers)
+    return tied
+
+
+def connect(graph: LayerGraph, topology: Topology) -> DistributedTransport:
+    """The transport for a model's boundary tensors and gradients; all ranks call it."""
+    groups = list(topology.ranks)
+    groups += [topology.holders([layer for layer, _ in group]) for group in graph.tied]
+    pairs = {
+        (topology.stage_of_layer(tensor.producer), topology.stage_of_layer(consumer))
+        for training in (True, False)
+        for tensor in graph.tensors(training)
+        for consumer in tensor.consumers
+    }
+    different = sorted((a, b) for a, b in pairs if a != b)
+    return DistributedTransport(groups, different, topology.ranks)
