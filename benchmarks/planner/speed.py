@@ -40,7 +40,7 @@ def model(layers: int, equal: bool, seed: int = 1) -> ModelProfile:
             forward_seconds=(0.004 * scale, 0.028 * scale),
             backward_seconds=(0.008 * scale, 0.056 * scale),
             parameter_bytes=round(50e6 * scale),
-            saved_bytes=(round(60e6 * scale), round(480e6 * scale)),
+            saved_bytes=(round(30e6 * scale), round(240e6 * scale)),
         )
         for n, scale in enumerate(scales)
     ]

@@ -106,22 +106,30 @@ def make_frame(cluster: Cluster, symmetry: Symmetry, order: Devices, step: int) 
     links: dict[Hashable, tuple[Devices, Devices]] = {}
     reduces: dict[tuple[float, float], None] = {}
     index: dict[Hashable, int] = {}
+    period = symmetry.period if order == tuple(range(len(order))) else 0
+    alike: dict[Hashable, tuple[int, int, int]] = {}
     for start, (option, width) in itertools.product(range(shape[0] - 1), enumerate(widths)):
         if start + width >= shape[0]:
             continue
         begin, end = int(positions[start]), int(positions[start + width])
-        devices = order[begin:end]
-        stage_key = symmetry.stage_key(devices)
-        stages.setdefault(stage_key, devices)
-        kind[start, option] = index.setdefault(("stage", stage_key), len(stages) - 1)
-        cost = symmetry.reduce_cost(devices)
-        reduces.setdefault(cost)
-        reduce[start, option] = index.setdefault(("reduce", cost), len(reduces) - 1)
-        if start:
-            before = order[max(0, 2 * begin - end) : begin]
-            link_key = symmetry.link_key(before, devices)
-            links.setdefault(link_key, (before, devices))
-            link[start, option] = index.setdefault(("link", link_key), len(links) - 1)
+        first = max(0, 2 * begin - end)
+        # Of equal machines, only the place within the machine matters.
+        place = (begin % period, begin - first, end - begin) if period else (start, option)
+        if place not in alike:
+            devices, before = tuple(sorted(order[begin:end])), tuple(sorted(order[first:begin]))
+            stage_key = symmetry.stage_key(devices)
+            stages.setdefault(stage_key, devices)
+            cost = symmetry.reduce_cost(devices)
+            reduces.setdefault(cost)
+            link_key = symmetry.link_key(before, devices) if start else None
+            if link_key:
+                links.setdefault(link_key, (before, devices))
+            alike[place] = (
+                index.setdefault(("stage", stage_key), len(stages) - 1),
+                index.setdefault(("reduce", cost), len(reduces) - 1),
+                index.setdefault(("link", link_key), len(links) - 1) if link_key else -1,
+            )
+        kind[start, option], reduce[start, option], link[start, option] = alike[place]
     return Frame(
         order=order,
         positions=positions,

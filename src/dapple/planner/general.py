@@ -32,7 +32,8 @@ _LONG = 10
 """In pipelines of more stages, only so many of the slowest ones are changed."""
 _WORK = 60_000
 """Simulated computations that a search may spend; a third of them before the local changes."""
-_LEAST_TRIES = 3
+_LEAST_STARTS, _LEAST_TRIES, _LEAST_ROUNDS = 6, 2, 2
+"""How many are simulated at least, however long it takes: to begin with, per round, rounds."""
 _OVERHEAD = 200
 """What the start of a simulation costs, in computations."""
 
@@ -64,7 +65,7 @@ class GeneralSearch:
         self._scout()
         for count in self._best_counts():
             self._look_closely(count)
-        simulated = self._simulate_best(self._ranked(), _WORK // 3)
+        simulated = self._simulate_best(self._ranked(), _WORK // 3, _LEAST_STARTS)
         for seconds, layout in simulated[:_STARTS]:
             self._improve(layout, seconds)
 
@@ -132,12 +133,14 @@ class GeneralSearch:
         guessed = self.problem.guess_warmup(layout)
         return None if guessed is None else estimate_seconds(self.problem, layout, guessed)
 
-    def _simulate_best(self, ranked: Iterable[Layout], work: int) -> list[tuple[float, Layout]]:
+    def _simulate_best(
+        self, ranked: Iterable[Layout], work: int, least: int
+    ) -> list[tuple[float, Layout]]:
         """Simulate the first layouts, at least a few, as far as the work suffices; best first."""
         results: list[tuple[float, Layout]] = []
         for layout in ranked:
             cost = _OVERHEAD + 2 * layout.micro_batches * sum(map(len, layout.devices))
-            if cost > work and len(results) >= _LEAST_TRIES:
+            if cost > work and len(results) >= least:
                 break
             work -= cost
             self._left -= cost
@@ -147,11 +150,13 @@ class GeneralSearch:
         return sorted(results)
 
     def _improve(self, layout: Layout, seconds: float) -> None:
-        while self._left > 0:
+        rounds = 0
+        while self._left > 0 or rounds < _LEAST_ROUNDS:
+            rounds += 1
             nearby = neighbours(self.problem, layout, self._focus(layout))
             guesses = ((self._guess(other), other) for other in nearby)
             ranked = [other for _, other in sorted((g, o) for g, o in guesses if g is not None)]
-            best = self._simulate_best(ranked, self._left // 6)[:1]
+            best = self._simulate_best(ranked, self._left // 6, _LEAST_TRIES)[:1]
             if not best or best[0][0] >= seconds * (1 - 1e-9):
                 return
             seconds, layout = best[0]

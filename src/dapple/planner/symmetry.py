@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable
 
+import numpy as np
+
 from dapple.cluster import Cluster
 from dapple.costs import Network
-from dapple.planner.traffic import Devices
+from dapple.planner.traffic import Devices, Places
 
 
 class Symmetry:
@@ -16,15 +18,23 @@ class Symmetry:
     Args:
         cluster: the devices.
         network: its routes and rings.
+
+    Attributes:
+        places: machine of each device, and group of each machine.
+        period: devices after which numbers repeat themselves: those of a machine, where all
+            machines are equal; 0 where they are not.
     """
 
     def __init__(self, cluster: Cluster, network: Network) -> None:
         self._network = network
         self._kinds = cluster.kind_of_device()
-        self._machine = cluster.machine_of_device()
+        machine_of = np.array(cluster.machine_of_device())
         groups = cluster.machine_groups()
         # Groups with the same content count as one.
         self._group = [groups.index(group) for group in groups]
+        self.places = Places(machine_of, np.array(self._group))
+        sizes = cluster.machine_sizes()
+        self.period = sizes[0] if len(set(self._group)) == 1 else 0
         self._one_kind = len(set(self._kinds)) == 1
         self._rings: dict[Hashable, tuple[float, float]] = {}
 
@@ -42,14 +52,24 @@ class Symmetry:
 
     def link_key(self, senders: Devices, receivers: Devices) -> Hashable:
         """Equal where transfers between the two stages take the same routes."""
+        machines, lengths = self._runs(senders + receivers)
         names: dict[int, int] = {}
-        machines = [self._machine[device] for device in (*senders, *receivers)]
         pattern = tuple(names.setdefault(machine, len(names)) for machine in machines)
-        return len(senders), pattern, tuple(self._group[machine] for machine in names)
+        groups = tuple(self._group[machine] for machine in names)
+        return len(senders), tuple(lengths), pattern, groups
+
+    def _runs(self, devices: Devices) -> tuple[list[int], list[int]]:
+        """Machines in the order of the devices, and how many neighbouring devices are on each."""
+        machines = self.places.machine_of[np.array(devices)]
+        starts = np.flatnonzero(np.diff(machines, prepend=-1))
+        lengths = np.diff(starts, append=len(machines))
+        return machines[starts].tolist(), lengths.tolist()
 
     def reduce_cost(self, devices: Devices) -> tuple[float, float]:
         """AllReduce over the devices: seconds whatever the bytes, and seconds for each byte."""
-        counts = Counter(self._machine[device] for device in devices)
+        counts: Counter[int] = Counter()
+        for machine, length in zip(*self._runs(devices), strict=True):
+            counts[machine] += length
         key = tuple(sorted((self._group[machine], count) for machine, count in counts.items()))
         found = self._rings.get(key)
         if found is None:

@@ -26,6 +26,7 @@ from dapple.planner.traffic import (
     busiest,
     certain_bytes,
     crossing_bytes,
+    slowest,
     traffic,
 )
 from dapple.records import ModelProfile
@@ -208,12 +209,11 @@ class CostTables:
         key = self.symmetry.link_key(senders, receivers)
         found = self._links.get(key)
         if found is None:
-            crossing = self.crossing_bytes
-            there = traffic(self.network, senders, receivers, self.first_rows)
-            back = traffic(self.network, receivers, senders, self.first_rows)
+            crossing, rows = self.crossing_bytes, self.first_rows
+            places = self.symmetry.places
             found = self._links[key] = LinkTable(
-                busiest(there, 1, there, 0, crossing.forward),
-                busiest(back, 1, back, 0, crossing.backward),
+                slowest(self.network, places, (senders, receivers), rows, crossing.forward),
+                slowest(self.network, places, (receivers, senders), rows, crossing.backward),
             )
         return found
 

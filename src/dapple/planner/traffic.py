@@ -65,6 +65,68 @@ Load = tuple[int, int, float, float]
 """Rows, number of messages, bytes per second, and latency of a flow or a network card."""
 
 
+@dataclass(frozen=True)
+class Places:
+    """Where devices are: shape (G,) machine of each device, shape (machines,) group of each."""
+
+    machine_of: NDArray[np.int64]
+    group_of: NDArray[np.int64]
+
+
+def slowest(
+    network: Network,
+    places: Places,
+    ends: tuple[Devices, Devices],
+    rows: int,
+    size: MessageBytes,
+) -> Floats:
+    """Seconds of one micro-batch's transfer until the last flow is through.
+
+    Args:
+        network: routes and cards.
+        places: machines, and groups of equal machines.
+        ends: senders and receivers.
+        rows: of the micro-batch.
+        size: bytes by cut.
+    """
+    loads = _distinct_loads(network, places, *ends, rows)
+    seconds: Floats = np.maximum.reduce([_seconds(load, size) for load in loads])
+    return seconds
+
+
+def _distinct_loads(
+    network: Network, places: Places, senders: Devices, receivers: Devices, rows: int
+) -> list[Load]:
+    """What one micro-batch puts on flows and cards, alike ones once; fast for many replicas."""
+    ends = [np.cumsum(split_rows(rows, len(side))) for side in (senders, receivers)]
+    stops = np.unique(np.concatenate(ends))
+    stops = stops[stops > 0]
+    counts = np.diff(stops, prepend=0)
+    source, target = (np.searchsorted(end, stops, side="left") for end in ends)
+    here, there = np.array(senders)[source], np.array(receivers)[target]
+    machines = places.machine_of[here], places.machine_of[there]
+    groups = places.group_of[machines[0]], places.group_of[machines[1]]
+    outside = machines[0] != machines[1]
+    kinds = (groups[0] * len(places.group_of) + groups[1]) * 2 + outside
+    loads: set[Load] = set()
+    for kind in np.unique(kinds):
+        flows = np.flatnonzero(kinds == kind)
+        route = network.route(int(here[flows[0]]), int(there[flows[0]]))
+        loads.add((int(counts[flows].max()), 1, route.rate, route.latency))
+    if network.model == "paper":
+        return sorted(loads)
+    for direction, side in enumerate(machines):
+        total = np.bincount(side[outside], weights=counts[outside])
+        flows = np.bincount(side[outside])
+        used = np.flatnonzero(flows)
+        figures = np.stack([places.group_of[used], total[used], flows[used]])
+        for group, most, messages in np.unique(figures, axis=1).T.astype(np.int64).tolist():
+            machine = int(np.flatnonzero(places.group_of == group)[0])
+            bandwidth = network.card_bandwidth(2 * machine + direction)
+            loads.add((most, messages, bandwidth, 0.0))
+    return sorted(loads)
+
+
 def traffic(
     network: Network, senders: Devices, receivers: Devices, rows: int
 ) -> dict[tuple[int, int], Load]:

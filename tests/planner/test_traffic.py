@@ -1,0 +1,32 @@
+"""Transfers of whole micro-batches: the fast way and the plain way give the same seconds."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dapple.cluster import Cluster
+from dapple.costs import Network
+from dapple.planner.exact import device_sequences
+from dapple.planner.symmetry import Symmetry
+from dapple.planner.traffic import MessageBytes, busiest, slowest, traffic
+from tests.planner.strategies import clusters
+
+
+@given(clusters(max_devices=6), st.integers(1, 12), st.booleans(), st.data())
+def test_slowest_flow_or_card(
+    cluster: Cluster, rows: int, paper: bool, data: st.DataObject
+) -> None:
+    """Alike flows are looked at once, and none is forgotten."""
+    network = Network(cluster, "paper" if paper else "shared")
+    if cluster.num_devices < 2:
+        return
+    pairs = list(device_sequences(cluster.machine_sizes(), 2))
+    senders, receivers = data.draw(st.sampled_from(pairs))
+    size = MessageBytes(np.array([0.0, 10.0, 1e6]), np.array([0.0, 0.0, 500.0]))
+    loads = traffic(network, senders, receivers, rows)
+    expected = busiest(loads, 1, loads, 0, size)
+    places = Symmetry(cluster, network).places
+    found = slowest(network, places, (senders, receivers), rows, size)
+    assert np.allclose(found, expected, rtol=1e-12)
