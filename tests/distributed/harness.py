@@ -127,6 +127,10 @@ class _Rank:
     def has_started(self) -> bool:
         return (self.folder / f"started-{self.rank}").exists()
 
+    def raised_at(self) -> float:
+        """When it raised; 0 if it died without, which others then raised because of."""
+        return float(self._text("raised") or 0)
+
     def story(self) -> str:
         """How the rank ended, its last action, and what it printed (with its tracebacks)."""
         code = self.process.poll()
@@ -163,8 +167,8 @@ def _wait(ranks: list[_Rank], timeout_seconds: float) -> str:
 
 
 def _first_failure(ranks: list[_Rank]) -> str:
-    failed = [rank.rank for rank in ranks if rank.process.returncode]
-    return f"rank {failed[0]} failed" if failed else ""
+    failed = [rank for rank in ranks if rank.process.returncode]
+    return f"rank {min(failed, key=_Rank.raised_at).rank} failed" if failed else ""
 
 
 def _dump_tracebacks(running: list[_Rank]) -> None:
@@ -191,6 +195,7 @@ def _work() -> None:
         _write(f"result-{rank}", result)
         dist.barrier()  # a rank that leaves early closes connections that others still use
     except BaseException:
+        _write(f"raised-{rank}", str(time.time()).encode())
         traceback.print_exc()
         code = 1
     sys.stdout.flush()
