@@ -165,6 +165,24 @@ def test_an_option_of_plan_that_makes_no_sense_is_refused(options, words: str, p
     assert words in refuses(*arguments, *options)
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--global-batch-size", "0"), "global batch size 0 must be at least 1"),
+        (("--global-batch-size", "9" * 24), "is too large; use at most 1048576"),
+        (("--micro-batch-size", "9"), "between 1 and the global batch size 8"),
+        (("--network-model", "x"), 'network model "x" is unknown'),
+        (("--optimizer", "x"), 'optimizer "x" is unknown'),
+        (("--memory", "much"), 'write it like "16 GiB"'),
+        (("--cluster", "config-z"), "presets: local"),
+    ],
+)
+def test_an_option_of_compare_that_makes_no_sense_is_refused(options, words: str, profile_file):
+    """The same wording as in `plan`."""
+    arguments = ("compare", "--profile", profile_file, *CLUSTER, *BATCH)
+    assert words in refuses(*arguments, *options)
+
+
 @pytest.mark.parametrize("size", ["0", "-1"])
 def test_a_text_profile_needs_a_batch_size_of_at_least_one(size: str, tmp_path):
     """The remedy says where to find it."""

@@ -40,6 +40,7 @@ def compare(
     from dapple.planner import compare as run
     from dapple.reporting import comparison_table
 
+    common.check_rows(global_batch_size, "global batch size")
     costs = common.read_profile(profile, profile_batch_size)
     machines = common.find_cluster(cluster)
     if memory is not None:
