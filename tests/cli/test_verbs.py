@@ -108,7 +108,8 @@ def test_simulate_writes_a_trace_and_prints_the_timeline(plan_file, profile_file
     )
     timeline = validate_record(Timeline, shown, "output")
     assert timeline.source == "simulated"
-    assert timeline.in_flight == (2, 1)
+    stages = load_record(Plan, plan_file).stages
+    assert timeline.in_flight == tuple(stage.warmup for stage in stages)
     events = json.loads(trace.read_text())["traceEvents"]
     assert {e["ph"] for e in events} >= {"M", "X", "b", "e"}
 
