@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from typing import Any, NoReturn
 
 import typer
 
 from dapple.cli import compare, plan, profile, simulate, train
-from dapple.errors import DappleError
+from dapple.errors import DappleError, RankFailure
 
 _INTERRUPTED = 130
+_RANK_ZERO_SECONDS = 3.0
 
 app = typer.Typer(
     name="dapple",
@@ -35,6 +38,8 @@ def run() -> NoReturn:
     """Run the command line; an error becomes one line and its exit code."""
     try:
         code = app(sys.argv[1:] or ["--help"], prog_name="dapple", standalone_mode=False)
+    except RankFailure as error:
+        code = error.exit_code  # the rank's monitor has told it
     except DappleError as error:
         fail(str(error), error.exit_code)
     except KeyboardInterrupt:
@@ -49,6 +54,9 @@ def run() -> NoReturn:
 def fail(message: str, exit_code: int) -> NoReturn:
     """Print an error as one line and end."""
     text = " ".join(message.split())
+    if os.environ.get("RANK", "0") != "0":
+        # A rank's mistake is mostly every rank's. Rank 0 says it, and the launcher ends the rest.
+        time.sleep(_RANK_ZERO_SECONDS)
     sys.stdout.flush()
     sys.stderr.write(f"dapple: error: {text}\n")
     sys.stderr.flush()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Sequence
 
 from dapple.errors import DappleError, InputError, RunError
@@ -42,10 +41,3 @@ def _failure(error: object) -> DappleError:
     text = ", ".join(f"rank {rank} with {code}" for rank, code in sorted(codes.items()))
     kind = InputError if 2 in codes.values() else RunError
     return kind(f"the run ended: {text or error}; the first failure is reported above")
-
-
-def exit_quietly(code: int) -> None:
-    """End this rank without waiting for threads that wait for other ranks."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dapple.errors import InputError
-from dapple.graph import capture
+from dapple.graph import LayerGraph, capture
 from dapple.job import Job
 from dapple.profiler.local import load_factory, load_function
 from dapple.records import Plan, Timeline
@@ -24,6 +24,8 @@ from dapple.runtime.process import default_device, ensure_process_group
 from dapple.runtime.topology import Topology
 from dapple.runtime.trainer import StepResult, Trainer
 from dapple.runtime.watch import MonitorWatch
+from dapple.runtime.wiring import check_model
+from dapple.workload import Workload
 
 TIMELINES = 9
 """Steps at the end whose timelines are kept; the one with the median step is written."""
@@ -59,11 +61,23 @@ def run_job(
     ensure_process_group(device)
     rank = dist.get_rank()
     topology = Topology.of(plan, rank, dist.get_world_size())
+    # A mistake in the job is the same on every rank, and no failure of a rank: before the watch.
+    workload, graph = _captured(job)
+    check_model(graph, plan)
+    data = _Data(job)
     watch = MonitorWatch(rank, topology.stage)
     with watch.guard():
-        watch.progress.set("capture", None)
-        trainer = _make_trainer(job, plan, device, watch)
-        run = _Run(job, trainer, _Log(folder, rank, report))
+        watch.progress.set("set up", None)
+        trainer = Trainer(
+            graph,
+            plan,
+            optimizer_factory(job),
+            weight=workload.weight,
+            device=device,
+            seed=job.training.seed,
+            watch=watch,
+        )
+        run = _Run(job, trainer, data, _Log(folder, rank, report))
     run.train(steps)
     with watch.guard():
         watch.progress.set("write results", None)
@@ -102,31 +116,31 @@ def batches(job: Job, split: str) -> Iterator[tuple[Any, Any]]:
         ) from error
 
 
-def _make_trainer(job: Job, plan: Plan, device: torch.device, watch: MonitorWatch) -> Trainer:
+def _captured(job: Job) -> tuple[Workload, LayerGraph]:
     torch.manual_seed(job.training.seed)
     workload = load_factory(job.model.factory, job.model.arguments)()
-    graph = capture(workload.model, workload.inputs(4), loss=workload.loss, name=workload.name)
-    return Trainer(
-        graph,
-        plan,
-        optimizer_factory(job),
-        weight=workload.weight,
-        device=device,
-        seed=job.training.seed,
-        watch=watch,
-    )
+    inputs = workload.inputs(4)
+    return workload, capture(workload.model, inputs, loss=workload.loss, name=workload.name)
+
+
+class _Data:
+    """The job's batches: for training without end, for validation a few."""
+
+    def __init__(self, job: Job) -> None:
+        self.training = batches(job, "train")
+        count = job.data.validation_batches
+        self.validation = list(itertools.islice(batches(job, "validation"), count))
 
 
 class _Run:
     """The training loop of one rank."""
 
-    def __init__(self, job: Job, trainer: Trainer, log: _Log) -> None:
+    def __init__(self, job: Job, trainer: Trainer, data: _Data, log: _Log) -> None:
         self._trainer = trainer
         self._log = log
         self._every = job.training.validate_every
-        self._data = batches(job, "train")
-        count = job.data.validation_batches
-        self._validation = list(itertools.islice(batches(job, "validation"), count))
+        self._data = data.training
+        self._validation = data.validation
         self._peak_bytes: int | None = None
         self._timelines: list[Timeline] = []
 
