@@ -63,3 +63,9 @@ def test_printed_bytes_are_near_the_value(count: int):
     """Three figures and more, readable again."""
     text = units.format_bytes(count)
     assert units.parse_bytes(text) == pytest.approx(count, rel=0.06, abs=0.5)
+
+
+def test_more_bytes_than_any_machine_has_are_refused():
+    """An overflow is a slip in the unit, and is told as such."""
+    with pytest.raises(UnitError, match="check the unit"):
+        units.parse_bytes("1e308 TiB")

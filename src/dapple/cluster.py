@@ -31,7 +31,7 @@ NETWORK_MODELS = ("shared", "paper")
 def _quantity(parse: Any) -> BeforeValidator:
     def read(value: Any) -> Any:
         if not isinstance(value, (str, int, float)) or isinstance(value, bool):
-            return value
+            raise ValueError("expected a quantity, such as a number with a unit")
         try:
             return parse(value)
         except DappleError as error:

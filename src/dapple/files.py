@@ -12,13 +12,17 @@ from dapple.errors import FileError
 
 def describe_validation(error: ValidationError) -> str:
     """One line for a validation error: the first three faults, each as field, value, reason."""
+    found = error.errors(include_url=False)
+    # A list whose entries are refused is then also reported as too short.
+    refused = {fault["loc"][:1] for fault in found if len(fault["loc"]) > 1}
+    real = [f for f in found if not (f["type"] == "too_short" and f["loc"] in refused)]
     faults = []
-    for fault in error.errors(include_url=False)[:3]:
+    for fault in real[:3]:
         field = ".".join(str(part) for part in fault["loc"]) or "the file"
         value = repr(fault["input"])
         shown = "" if len(value) > 60 else f" (got {value})"
-        faults.append(f"{field}: {fault['msg']}{shown}")
-    more = error.error_count() - len(faults)
+        faults.append(f"{field}: {fault['msg'].removeprefix('Value error, ')}{shown}")
+    more = len(real) - len(faults)
     return "; ".join(faults) + (f"; and {more} more" if more > 0 else "")
 
 

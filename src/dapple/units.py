@@ -15,6 +15,7 @@ _PREFIXES |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 # Per second, to divide by: 30 / 1e6 is the number nearest to 30 us, 30 * 1e-6 is not.
 _PER_SECOND = {"": 1.0, "s": 1.0, "ms": 1e3, "us": 1e6, "µs": 1e6, "ns": 1e9}
 _NUMBER = re.compile(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*(\S*)\s*")
+_MOST_BYTES = 2.0**60
 
 
 def parse_bytes(value: str | float, what: str = "size") -> int:
@@ -24,7 +25,10 @@ def parse_bytes(value: str | float, what: str = "size") -> int:
     17179869184
     """
     number, unit = _split(value, what, "16 GiB")
-    return round(number * _scale(unit, {"B": 1.0, "bit": 0.125, "": 1.0}, value, what, "16 GiB"))
+    size = number * _scale(unit, {"B": 1.0, "bit": 0.125, "": 1.0}, value, what, "16 GiB")
+    if size >= _MOST_BYTES:
+        raise UnitError(f"{what} {value} is more than {format_bytes(_MOST_BYTES)}; check the unit")
+    return round(size)
 
 
 def parse_bandwidth(value: str | float, what: str = "bandwidth") -> float:

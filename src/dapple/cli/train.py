@@ -61,9 +61,8 @@ def _train_here(job: Job, plan_file: Path | None, folder: Path, steps: int) -> N
             "under torchrun all ranks need one plan file; make it with `dapple plan` and pass "
             "--plan, or run `dapple train` without torchrun"
         )
-    save = folder.name != NO_LIMIT
     with common.step_progress(steps) as report:
-        run_job(job, load_record(Plan, path), folder, steps, save=save, report=report)
+        run_job(job, load_record(Plan, path), folder, steps, report=report)
 
 
 def check_job(job: Job) -> None:

@@ -21,7 +21,7 @@ class StagePlan(Record):
         warmup: K_i, the most micro-batches in flight (forward done, backward not yet).
         recompute: False, True, or the half-open layer ranges whose activations are recomputed.
         rows: proportional shares of the replicas; None for an even split.
-        shard: what the replicas share out among them ("none", "optimizer", ...).
+        shard: what the replicas share out among them: nothing, or the optimizer's state.
     """
 
     start: Annotated[int, Field(ge=0)]
@@ -30,7 +30,7 @@ class StagePlan(Record):
     warmup: Count = 1
     recompute: bool | tuple[tuple[int, int], ...] = False
     rows: tuple[float, ...] | None = None
-    shard: str = "none"
+    shard: Literal["none", "optimizer"] = "none"
 
     @property
     def replicas(self) -> int:

@@ -9,8 +9,9 @@ from pydantic import Field, model_validator
 
 from dapple.records.base import Record
 
-Seconds = Annotated[float, Field(ge=0)]
-Bytes = Annotated[int, Field(ge=0)]
+# Beyond these limits (30 years, 1 EiB) a number is a slip, and sums would overflow.
+Seconds = Annotated[float, Field(ge=0, le=1e9)]
+Bytes = Annotated[int, Field(ge=0, le=2**60)]
 
 
 class LayerProfile(Record):

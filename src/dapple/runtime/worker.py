@@ -41,20 +41,19 @@ def run_job(
     folder: Path,
     steps: int,
     *,
-    save: bool = True,
     report: Report | None = None,
 ) -> None:
     """Train on this rank; all ranks of the plan call it.
 
     Rank 0 writes metrics.jsonl, one line per step and per validation, and at the end
-    timeline.json, the timeline of a median step with the peak memory of the second one.
+    timeline.json, the timeline of a median step with the peak memory of the second one. The
+    weights go to weights.pt.
 
     Args:
         job: the job.
         plan: the plan.
         folder: where results go.
         steps: steps to train.
-        save: write the weights to weights.pt.
         report: told of every line of metrics.jsonl, on rank 0.
     """
     device = default_device()
@@ -82,8 +81,7 @@ def run_job(
     with watch.guard():
         watch.progress.set("write results", None)
         run.write_timeline(folder)
-    if save:
-        trainer.save_weights(folder / "weights.pt")
+    trainer.save_weights(folder / "weights.pt")
     trainer.close()
     dist.destroy_process_group()
 
@@ -162,7 +160,12 @@ class _Run:
             ordered[len(ordered) // 2].save(folder / "timeline.json")
 
     def _step(self, step: int) -> StepResult:
-        batch = next(self._data)
+        batch = next(self._data, None)
+        if batch is None:
+            raise InputError(
+                f"the training data ended after {step - 1} batches; let the data factory go on, "
+                "or train fewer steps"
+            )
         if step != 2:
             return self._trainer.step(*batch)
         # The meter slows a step down; in the second the optimizer's state is there already.
