@@ -14,7 +14,7 @@ from dapple.errors import InputError
 from dapple.planner.refusal import Refusal
 from dapple.planner.symmetry import Symmetry
 from dapple.planner.tables import CostTables
-from dapple.records import ModelProfile, Plan, StagePlan
+from dapple.records import MOST_MICRO_BATCHES, ModelProfile, Plan, StagePlan
 from dapple.schedule import SCHEDULES, warmup_counts
 from dapple.simulator import step_seconds
 
@@ -126,7 +126,8 @@ class Problem:
         """The values of M that are looked at, ascending."""
         if self.micro_batch_size is not None:
             return (math.ceil(self.global_batch_size / self.micro_batch_size),)
-        return _geometric_counts(self.global_batch_size)
+        counts = _geometric_counts(self.global_batch_size)
+        return tuple(count for count in counts if count <= MOST_MICRO_BATCHES)
 
     @property
     def memory_is_known(self) -> bool:
@@ -347,6 +348,12 @@ def _check_batch(global_batch_size: int, micro_batch_size: int | None) -> None:
         raise InputError(
             f"micro-batch size {micro_batch_size} must lie between 1 and the global batch size "
             f"{global_batch_size}"
+        )
+    count = math.ceil(global_batch_size / (micro_batch_size or global_batch_size))
+    if count > MOST_MICRO_BATCHES:
+        raise InputError(
+            f"micro-batches of {micro_batch_size} cut {global_batch_size} rows into {count}, more "
+            f"than {MOST_MICRO_BATCHES}; pass a larger micro-batch size"
         )
 
 

@@ -10,6 +10,8 @@ from dapple.cluster import Cluster
 from dapple.records.base import Record
 
 Count = Annotated[int, Field(ge=1)]
+MOST_MICRO_BATCHES = 2**16
+"""More in one step help nothing, and take minutes to simulate."""
 
 
 class StagePlan(Record):
@@ -84,7 +86,7 @@ class Plan(Record):
     model: str
     global_batch_size: Count
     micro_batch_size: Count
-    num_micro_batches: Count
+    num_micro_batches: Annotated[int, Field(ge=1, le=MOST_MICRO_BATCHES)]
     schedule: str = "early-backward"
     planner: str = "dapple"
     virtual: Count = 1
