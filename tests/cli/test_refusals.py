@@ -240,7 +240,7 @@ def test_an_output_that_cannot_be_written_is_refused(where, profile_file, plan_f
             lambda p: p.update(
                 global_batch_size=10**7, num_micro_batches=10**7, micro_batch_size=1
             ),
-            "is too large",
+            "less than or equal to 65536",
         ),
     ],
 )

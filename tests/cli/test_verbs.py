@@ -162,4 +162,4 @@ def test_train_profiles_plans_and_trains(tmp_path):
     assert load_record(ModelProfile, folder / "profile.json").concurrency == 2
     assert load_record(Plan, folder / "plan.json").model == "own"
     assert load_cluster(str(folder / "cluster.toml")).num_devices == 2
-    assert not (folder / "without-memory-limit" / "weights.pt").exists()
+    assert (folder / "without-memory-limit" / "metrics.jsonl").exists()
