@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dapple.cluster import Cluster, preset
 from dapple.errors import InputError, MemoryPlanError, PlanError
 from dapple.planner import PLANNERS, make_plan, search
-from dapple.planner.baselines import balanced_bounds
+from dapple.planner.balance import balanced_bounds
 from dapple.planner.exact import all_bounds
 from dapple.records import LayerProfile, ModelProfile
 from dapple.schedule import check_schedule, make_schedule

@@ -15,6 +15,7 @@ the tied parameters' AllReduce.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 
 from dapple.planner.demand import Demand
@@ -45,6 +46,8 @@ def lower_bound(problem: Problem, step_seconds: float, micro_batches: int) -> fl
     if problem.micro_batch_size is not None:
         return bound
     groups = _groups(problem.global_batch_size)
+    # The nearest ranges first: they lower the bound most, and the others are then done with soon.
+    groups.sort(key=lambda group: -abs(math.log(group[1] / micro_batches)))
     for looked_at in range(problem.global_batch_size + len(groups)):
         if not groups:
             break

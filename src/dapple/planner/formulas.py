@@ -87,7 +87,7 @@ def paper_latency(
     allreduce: Sequence[float],
     micro_batches: int,
 ) -> float:
-    """Step seconds with the printed pivot; up to 41 % too low at M = 4 (see docs)."""
+    """Step seconds with the printed pivot: for reproduction only, far too low at small M."""
     pivot = printed_pivot(forward, backward, micro_batches)
     return latency(forward, backward, allreduce, micro_batches, pivot)
 
@@ -98,7 +98,7 @@ def corrected_latency(
     allreduce: Sequence[float],
     micro_batches: int,
 ) -> float:
-    """Step seconds with the corrected pivot; within 4 % of an unlimited warm-up, never over."""
+    """Step seconds with the corrected pivot: never above a simulation, a few per cent below."""
     pivot = corrected_pivot(forward, backward, micro_batches)
     return latency(forward, backward, allreduce, micro_batches, pivot)
 

@@ -22,12 +22,15 @@ from dapple.planner.refusal import Refusal
 from dapple.planner.traffic import Devices
 from dapple.schedule import warmup_counts
 
-_SCOUT_MARKS, _MARKS = 24, 48
-_SCOUT_EFFORT, _EFFORT = Effort(close=1.1, between=1), Effort(close=1.02, between=4)
+_SCOUT_MARKS, _MARKS = 20, 44
+_SCOUT_EFFORT, _EFFORT = Effort(close=1.15, between=1), Effort(close=1.02, between=3)
 _IN_FLIGHT = (1, 2, 4)
 """Micro-batches that every stage must have room for; more than one where memory is short."""
-_BEST_COUNTS = 3
-_STARTS = 3
+_BEST_COUNTS = 5
+_GOOD = 1.2
+"""How much longer than the best a step may look for its M to be looked at closely."""
+_STARTS, _SMALL_STARTS, _SMALL = 3, 8, 100
+"""Simulated layouts that are improved; more of them up to so many layers x devices."""
 _LONG = 10
 """In pipelines of more stages, only so many of the slowest ones are changed."""
 _WORK = 60_000
@@ -55,28 +58,49 @@ class GeneralSearch:
     _frames: dict[tuple[Devices, int, int], Frame] = field(default_factory=dict)
     _left: int = _WORK
 
-    def run(self, starts: Iterable[Layout]) -> None:
+    def run(self, known: Iterable[Layout]) -> None:
         """Search.
 
         Args:
-            starts: layouts to improve beside those that the dynamic programme finds.
+            known: layouts to improve beside those that the dynamic programme finds.
         """
-        self._estimate(starts)
+        self._estimate(known)
         self._scout()
         for count in self._best_counts():
             self._look_closely(count)
         simulated = self._simulate_best(self._ranked(), _WORK // 3, _LEAST_STARTS)
-        for seconds, layout in simulated[:_STARTS]:
-            self._improve(layout, seconds)
+        small = self.problem.num_layers * self.problem.num_devices <= _SMALL
+        starts = simulated[: _SMALL_STARTS if small else _STARTS]
+        for number, (seconds, layout) in enumerate(starts):
+            if number == 0 or self._left > 0:
+                self._improve(layout, seconds)
 
     def _scout(self) -> None:
+        """Every second M, and then those beside a good one."""
+        counts = self.problem.micro_batch_counts
+        for count in counts[::2]:
+            self._scout_count(count)
+        good = self._good_counts()
+        for number in range(1, len(counts), 2):
+            if good.intersection(counts[number - 1 : number + 2]):
+                self._scout_count(counts[number])
+
+    def _good_counts(self) -> set[int]:
+        """The M whose best estimate is not far from the best of all."""
+        best = min(self._estimates.values(), default=0.0) * _GOOD
+        return {layout.micro_batches for layout, s in self._estimates.items() if s <= best}
+
+    def _scout_count(self, count: int) -> None:
         order = device_orders(self.problem.cluster)[0]
-        for count in self.problem.micro_batch_counts:
-            marks = choose_marks(self.problem.tables(count), _SCOUT_MARKS)
-            grid = make_grid(self.problem, self._frame(order, count), count, marks, 1)
-            for attached in (False, True):
-                found = trade_off(grid, attached, _SCOUT_EFFORT)
-                self._estimate(plan.layout for plan in found)
+        marks = choose_marks(self.problem.tables(count), _SCOUT_MARKS)
+        grid = make_grid(self.problem, self._frame(order, count), count, marks, 1)
+        for attached in self._attachments():
+            found = trade_off(grid, attached, _SCOUT_EFFORT)
+            self._estimate(plan.layout for plan in found)
+
+    def _attachments(self) -> tuple[bool, ...]:
+        # Under policy B a stage may run ahead of its transfers.
+        return (False, True) if self.problem.warmup == "A" else (False,)
 
     def _look_closely(self, count: int) -> None:
         marks = choose_marks(self.problem.tables(count), _MARKS)
@@ -86,7 +110,7 @@ class GeneralSearch:
                 grid = make_grid(self.problem, frame, count, marks, in_flight)
                 layouts = [
                     plan.layout
-                    for attached in (False, True)
+                    for attached in self._attachments()
                     for plan in trade_off(grid, attached, _EFFORT)
                 ]
                 self._estimate(layouts)
@@ -109,8 +133,9 @@ class GeneralSearch:
         return found
 
     def _best_counts(self) -> list[int]:
+        good = self._good_counts()
         counts = dict.fromkeys(layout.micro_batches for layout in self._ranked())
-        return list(counts)[:_BEST_COUNTS]
+        return [count for count in counts if count in good][:_BEST_COUNTS]
 
     def _ranked(self) -> list[Layout]:
         ranked = sorted(self._estimates.items(), key=lambda item: (item[1], item[0]))

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import numpy as np
+
+from dapple.planner.balance import balanced_bounds
 from dapple.planner.frame import device_orders
 from dapple.planner.placement import POLICIES, place
 from dapple.planner.problem import Layout, Problem
@@ -12,6 +15,8 @@ from dapple.planner.traffic import Devices
 
 _STEPS = (1, 2, 4, 8)
 """How far, in layers, a cut is moved."""
+_UNROLLED = 16
+"""Most single devices that a stage is taken apart into."""
 _GIVERS = 4
 """Most stages that may give a device to a new one."""
 
@@ -25,7 +30,7 @@ def neighbours(problem: Problem, layout: Layout, focus: Sequence[int]) -> list[L
         focus: stages to change; all of them, or the slowest ones of a long pipeline.
     """
     found: dict[Layout, None] = {}
-    for change in (_moved_cuts, _moved_devices, _merged, _split):
+    for change in (_moved_cuts, _moved_devices, _merged, _split, _unrolled):
         found.update(dict.fromkeys(change(problem, layout, focus)))
     found.update(dict.fromkeys(_placed(problem, layout)))
     found.update(dict.fromkeys(_other_counts(problem, layout)))
@@ -112,6 +117,25 @@ def _split(problem: Problem, layout: Layout, focus: Sequence[int]) -> Iterator[L
                 parts = [*rest[:stage], first, have - first, *rest[stage + 1 :]]
                 bounds = (*layout.bounds[: stage + 1], cut, *layout.bounds[stage + 1 :])
                 yield Layout(bounds, pack(order, parts), layout.micro_batches)
+
+
+def _unrolled(problem: Problem, layout: Layout, focus: Sequence[int]) -> Iterator[Layout]:
+    """A pipeline of single devices in place of a stage's replicas."""
+    forward, backward = problem.tables(layout.micro_batches).layer_seconds(1)
+    costs = np.diff(forward + backward)
+    for stage in focus:
+        devices = layout.devices[stage]
+        start, stop = layout.bounds[stage : stage + 2]
+        parts = min(len(devices), stop - start)
+        if not 2 < parts <= _UNROLLED:
+            continue
+        cuts = [start + c for c in balanced_bounds(costs[start:stop].tolist(), parts)]
+        singles = tuple((device,) for device in devices[:parts])
+        yield Layout(
+            (*layout.bounds[:stage], *cuts, *layout.bounds[stage + 2 :]),
+            (*layout.devices[:stage], *singles, *layout.devices[stage + 1 :]),
+            layout.micro_batches,
+        )
 
 
 def _placed(problem: Problem, layout: Layout) -> Iterator[Layout]:

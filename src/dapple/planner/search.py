@@ -24,6 +24,8 @@ PLANNERS = ("dapple", *BASELINES)
 _LAYOUT_LIMIT = 20_000
 _SIMULATION_LIMIT = 300
 _BASELINE_TRIES = 2
+_TUNED = 100_000
+"""Stages x computations of the longest pipelines whose warm-up is tuned."""
 _SAME = 1e-9
 """Steps closer than this, relatively, are equal; then fewer stages win."""
 
@@ -225,6 +227,8 @@ class _Search:
         if best is None or best.layout.num_stages == 1 or not self.problem.tunes_warmup:
             return
         count = best.layout.micro_batches
+        if best.layout.num_stages * count * sum(map(len, best.layout.devices)) > _TUNED:
+            return
         stages, seconds = tune_warmup(
             best.stages,
             self.problem.most_in_flight(best.stages, count),
