@@ -36,6 +36,15 @@ def plan(
     network_model: Annotated[
         str | None, typer.Option(help="shared or paper; the cluster's by default.")
     ] = None,
+    warmup: Annotated[
+        str | None, typer.Option(help="Warm-up policy A, B or tuned; the best by default.")
+    ] = None,
+    recompute: Annotated[
+        bool, typer.Option(help="Allow recomputation; such a plan can be simulated only.")
+    ] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say what binds the plan, and what else there was.")
+    ] = False,
     profile_batch_size: Annotated[
         int | None, typer.Option(help="Batch size of a text profile.")
     ] = None,
@@ -46,6 +55,8 @@ def plan(
     Example: dapple plan --profile profile.json --cluster config-a --global-batch-size 64 -o plan.json
     """
     from dapple.planner import search
+    from dapple.planner.explain import explain as explain_plan
+    from dapple.planner.problem import Problem
     from dapple.reporting import pipeline_drawing, plan_table
     from dapple.simulator import simulate
 
@@ -65,6 +76,8 @@ def plan(
         optimizer=optimizer,
         schedule=schedule,
         network_model=network_model,
+        warmup=warmup,
+        recompute=recompute,
     )
     if output is not None:
         result.plan.save(output)
@@ -76,5 +89,16 @@ def plan(
         console.print(str(refusal))
     console.print(plan_table(result.plan))
     console.print(pipeline_drawing(simulate(result.plan, costs), width=console.width))
+    if explain:
+        problem = Problem(
+            costs,
+            machines,
+            global_batch_size,
+            micro_batch_size=micro_batch_size,
+            optimizer=optimizer,
+            schedule=schedule,
+            network_model=network_model,
+        )
+        console.print(str(explain_plan(result, costs, problem)))
     if output is not None:
         console.print(f"plan written to {output}")

@@ -1,0 +1,235 @@
+"""Why this plan: what binds it, and what its nearest alternatives would cost.
+
+What binds is found by asking the simulator again: with each stage's layers a tenth faster, with
+transfers for free, with AllReduces for free. Alternatives are data parallelism, a straight pipeline,
+and the best plans with one stage fewer (two neighbours joined) and one more (a stage split), each
+under the same memory and the same number of micro-batches.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from dapple.costs import CostModel
+from dapple.planner.problem import Layout, Problem
+from dapple.planner.refusal import Refusal
+from dapple.planner.search import SearchResult
+from dapple.records import ModelProfile, Plan
+from dapple.schedule import warmup_counts
+from dapple.simulator import step_seconds
+from dapple.units import format_bytes, format_seconds
+
+FASTER = 0.9
+_MOST_NEIGHBOURS = 400
+_NOTICEABLE = 0.005
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A plan that was not chosen.
+
+    Attributes:
+        name: what it is, such as "one stage fewer".
+        step_seconds: its simulated step; None: it does not exist or does not fit.
+        reason: the plan in words, or why there is none.
+    """
+
+    name: str
+    step_seconds: float | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why a plan was chosen.
+
+    Attributes:
+        step_seconds: the plan's simulated step.
+        binding: what the step depends on, strongest first, in words.
+        alternatives: what else there was.
+    """
+
+    step_seconds: float
+    binding: tuple[str, ...]
+    alternatives: tuple[Alternative, ...]
+
+    def __str__(self) -> str:
+        lines = [f"step {format_seconds(self.step_seconds)}; it depends on:"]
+        lines += [f"  {what}" for what in self.binding]
+        lines.append("instead of it:")
+        for other in self.alternatives:
+            if other.step_seconds is None:
+                lines.append(f"  {other.name}: {other.reason}")
+            else:
+                ratio = other.step_seconds / self.step_seconds
+                lines.append(
+                    f"  {other.name}: {format_seconds(other.step_seconds)}, {ratio:.3f}x "
+                    f"({other.reason})"
+                )
+        return "\n".join(lines)
+
+
+def explain(result: SearchResult, profile: ModelProfile, problem: Problem) -> Explanation:
+    """Explain the plan of a search.
+
+    Args:
+        result: the search's result.
+        profile: the model's costs.
+        problem: the same profile, cluster and batch.
+    """
+    plan = result.plan
+    here = _seconds(plan, profile)
+    return Explanation(
+        step_seconds=here,
+        binding=tuple(_binding(plan, profile, problem, here)),
+        alternatives=(
+            *_named(result, ("dp", "straight")),
+            _best(problem, "one stage fewer", _joined(plan), plan),
+            _best(problem, "one stage more", _split(plan), plan),
+        ),
+    )
+
+
+def _binding(plan: Plan, profile: ModelProfile, problem: Problem, here: float) -> Iterator[str]:
+    gains: list[tuple[float, str]] = []
+    for number, stage in enumerate(plan.stages):
+        faster = _with_faster_layers(profile, range(stage.start, stage.stop))
+        gain = 1 - _seconds(plan, faster) / here
+        layers = (
+            f"layers {stage.start}-{stage.stop - 1}, {_names(profile, stage.start, stage.stop)}"
+        )
+        gains.append(
+            (gain, f"compute of stage {number} ({layers}): a tenth faster gives {100 * gain:.1f} %")
+        )
+    for cut, (stage, _) in enumerate(itertools.pairwise(plan.stages)):
+        layer = profile.layers[stage.stop - 1].name
+        gain = 1 - _seconds(plan, _without_cut(profile, stage.stop)) / here
+        where = f"transfers between stages {cut} and {cut + 1} (cut after {layer})"
+        gains.append((gain, f"{where}: for free gives {100 * gain:.1f} %"))
+    gain = 1 - _seconds(plan, _without_gradients(profile)) / here
+    gains.append((gain, f"AllReduce of gradients: for free gives {100 * gain:.1f} %"))
+    found = [text for gain, text in sorted(gains, reverse=True) if gain > _NOTICEABLE]
+    yield from found or ["nothing in particular"]
+    yield from _memory(plan, problem)
+
+
+def _memory(plan: Plan, problem: Problem) -> Iterator[str]:
+    wanted = warmup_counts(plan.num_stages, plan.num_micro_batches, "A")
+    most = problem.most_in_flight(plan.stages, plan.num_micro_batches)
+    for number, (stage, want, held) in enumerate(zip(plan.stages, wanted, most, strict=True)):
+        if stage.warmup < want and held < want and problem.memory_is_known:
+            memory = min(problem.cluster.kind_of_device()[d].memory for d in stage.devices)
+            yield (
+                f"memory of stage {number}: {format_bytes(memory)} hold {held} micro-batches in "
+                f"flight, policy A would take {want}"
+            )
+
+
+def _named(result: SearchResult, names: Iterable[str]) -> Iterator[Alternative]:
+    for name in names:
+        refusal = next((r for r in result.refusals if r.name == name), None)
+        if name in result.candidates:
+            found = result.candidates[name]
+            text = f"{found.layout.micro_batches} micro-batches"
+            yield Alternative(name, found.step_seconds, text)
+        elif refusal is not None:
+            yield Alternative(name, None, str(refusal))
+
+
+def _best(problem: Problem, name: str, layouts: Iterable[Layout], plan: Plan) -> Alternative:
+    best: tuple[float, Layout] | None = None
+    tried = 0
+    refused: Refusal | None = None
+    for layout in itertools.islice(layouts, _MOST_NEIGHBOURS):
+        tried += 1
+        stages = problem.fit(layout, name)
+        if isinstance(stages, Refusal):
+            refused = refused or stages
+            continue
+        seconds = problem.step_seconds(stages, layout.micro_batches)
+        if best is None or seconds < best[0]:
+            best = seconds, layout
+    if best is not None:
+        return Alternative(name, best[0], _words(best[1]))
+    if refused is not None:
+        return Alternative(name, None, str(refused))
+    one = "it has one stage" if plan.num_stages == 1 else "every stage is one layer or one device"
+    return Alternative(name, None, f"there is none: {one}")
+
+
+def _joined(plan: Plan) -> Iterator[Layout]:
+    stages = plan.stages
+    for s in range(len(stages) - 1):
+        devices = [stage.devices for stage in stages]
+        devices[s : s + 2] = [stages[s].devices + stages[s + 1].devices]
+        bounds = [0, *(stage.stop for stage in stages)]
+        del bounds[s + 1]
+        yield Layout(tuple(bounds), tuple(devices), plan.num_micro_batches)
+
+
+def _split(plan: Plan) -> Iterator[Layout]:
+    stages = plan.stages
+    bounds = [0, *(stage.stop for stage in stages)]
+    used = {device for stage in stages for device in stage.devices}
+    idle = [d for d in range(plan.cluster.num_devices) if d not in used][:1]
+    for s, stage in enumerate(stages):
+        members = stage.devices if stage.replicas > 1 else (*stage.devices, *idle)
+        for cut in _evenly(range(stage.start + 1, stage.stop), 24):
+            for first in _evenly(range(1, len(members)), 8):
+                devices = [other.devices for other in stages]
+                devices[s : s + 1] = [members[:first], members[first:]]
+                yield Layout(tuple(sorted((*bounds, cut))), tuple(devices), plan.num_micro_batches)
+
+
+def _evenly(values: Sequence[int], count: int) -> Sequence[int]:
+    return values if len(values) <= count else values[:: -(-len(values) // count)]
+
+
+def _words(layout: Layout) -> str:
+    replicas = ":".join(str(len(devices)) for devices in layout.devices)
+    return f"replicas {replicas}, cuts before {list(layout.bounds[1:-1])}"
+
+
+def _names(profile: ModelProfile, start: int, stop: int) -> str:
+    first, last = profile.layers[start].name, profile.layers[stop - 1].name
+    return first if stop - start == 1 else f"{first} to {last}"
+
+
+def _seconds(plan: Plan, profile: ModelProfile) -> float:
+    model = CostModel(profile, plan.cluster, plan.network_model)
+    return step_seconds(
+        model, plan.stages, plan.global_batch_size, plan.num_micro_batches, plan.schedule
+    )
+
+
+def _with_faster_layers(profile: ModelProfile, layers: range) -> ModelProfile:
+    changed = [
+        layer.model_copy(
+            update={
+                "forward_seconds": tuple(FASTER * t for t in layer.forward_seconds),
+                "backward_seconds": tuple(FASTER * t for t in layer.backward_seconds),
+            }
+        )
+        if number in layers
+        else layer
+        for number, layer in enumerate(profile.layers)
+    ]
+    return profile.model_copy(update={"layers": tuple(changed)})
+
+
+def _without_cut(profile: ModelProfile, cut: int) -> ModelProfile:
+    nothing = {"bytes_per_sample": 0.0, "fixed_bytes": 0.0}
+    tensors = [
+        t.model_copy(update=nothing)
+        if t.producer < cut and any(layer >= cut for layer in t.consumers)
+        else t
+        for t in profile.tensors
+    ]
+    return profile.model_copy(update={"tensors": tuple(tensors)})
+
+
+def _without_gradients(profile: ModelProfile) -> ModelProfile:
+    layers = [layer.model_copy(update={"parameter_bytes": 0}) for layer in profile.layers]
+    return profile.model_copy(update={"layers": tuple(layers), "tied": ()})
