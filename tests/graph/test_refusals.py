@@ -178,3 +178,20 @@ def test_evaluation_that_was_not_captured() -> None:
     """A capture for profiling has no evaluation mode, and says how to get one."""
     with pytest.raises(CaptureError, match="evaluation=True"):
         graph_of(torch.randn(3, 4)).stage(0, 1, training=False)
+
+
+class ScaledError(nn.Module):
+    """A loss that would have to be trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return self.scale * F.mse_loss(output, target)
+
+
+def test_a_loss_with_parameters() -> None:
+    """No stage holds them, so they would silently stay as they are."""
+    with pytest.raises(CaptureError, match="ScaledError has parameters of its own"):
+        capture(Affine(), torch.randn(2, 4), loss=ScaledError())

@@ -59,8 +59,13 @@ def capture(
             gradients than the whole; also in `notes`.
 
     Raises:
-        CaptureError: export failed, or the example has fewer than 2 rows.
+        CaptureError: export failed, the example has fewer than 2 rows, or the loss has parameters.
     """
+    if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
+        raise CaptureError(
+            f"the loss {type(loss).__name__} has parameters of its own, which nothing would train; "
+            "compute the loss inside the model"
+        )
     arguments, keywords = as_call(inputs)
     flat, input_spec = pytree.tree_flatten((arguments, keywords))
     rows = _example_rows(flat)

@@ -145,6 +145,7 @@ class Trainer:
         self._fresh = True
         self.peak_boundary_bytes = 0
         self.last_step_seconds = 0.0
+        self._last_micro_batches = plan.num_micro_batches
 
     def close(self) -> None:
         """End the run in order: returns when every rank has come here.
@@ -219,14 +220,13 @@ class Trainer:
             rows = [row]
         machine = self._plan.cluster.machine_of_device()
         used = sorted(self._plan.rank_of_device())
-        schedule = self._schedule_for(self._plan.num_micro_batches)
         return Timeline(
             source="measured",
             step_seconds=max(seconds for _, seconds, _ in rows),
             spans=tuple(span for spans, _, _ in rows for span in spans),
             machine_of_rank=tuple(machine[d] for d in used),
             peak_bytes=tuple(peak for _, _, peak in rows),
-            in_flight=schedule.in_flight(),
+            in_flight=self._schedule_for(self._last_micro_batches).in_flight(),
         )
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -279,6 +279,7 @@ class Trainer:
         loss = self._global_loss(batch)
         self._steps += 1
         self.last_step_seconds = time.perf_counter() - begin
+        self._last_micro_batches = layout.num_micro_batches
         return StepResult(loss, layout.global_batch_size, self.last_step_seconds)
 
     def _update(self) -> None:
