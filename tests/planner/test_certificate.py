@@ -43,6 +43,7 @@ def test_no_plan_is_below_the_bound(
     assert meets(relax(problem, low, high), seconds)
     assert Demand.of(problem, count, count).meets(seconds)
     assert Demand.of(problem, low, high).meets(seconds)
+    assert Demand.of(problem, low, high, rough=True).meets(seconds)
 
 
 @settings(max_examples=40, deadline=None)

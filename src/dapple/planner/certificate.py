@@ -26,7 +26,7 @@ _CLOSE = 1.005
 """The bound is found up to this factor."""
 _NARROW = 1.06
 """Ranges of M that are narrower than this are not split."""
-_GROUPS = 80
+_GROUPS = 300
 """Ranges of M that are looked at before their bounds are taken as they are."""
 _SMALL = 2_000
 """Devices x layers up to which the device count is part of the state."""
@@ -52,10 +52,11 @@ def lower_bound(problem: Problem, step_seconds: float, micro_batches: int) -> fl
         if not groups:
             break
         low, high = groups.pop()
-        meets_target = _checker(problem, low, high)
+        last = high <= low * _NARROW or looked_at >= _GROUPS
+        meets_target = _checker(problem, low, high, rough=not last)
         if not meets_target(bound):
             continue
-        if high <= low * _NARROW or looked_at >= _GROUPS:
+        if last:
             bound = _largest_unmet(meets_target, bound)
         else:
             middle = (low + high) // 2
@@ -69,11 +70,11 @@ def _groups(batch: int) -> list[tuple[int, int]]:
     return [(before + 1, end) for before, end in itertools.pairwise([0, *ends])]
 
 
-def _checker(problem: Problem, low: int, high: int) -> Meets:
+def _checker(problem: Problem, low: int, high: int, rough: bool = False) -> Meets:
     if problem.num_devices * problem.num_layers <= _SMALL:
         relaxed = relax(problem, low, high)
         return lambda target: meets(relaxed, target)
-    return Demand.of(problem, low, high).meets
+    return Demand.of(problem, low, high, rough).meets
 
 
 def _largest_unmet(meets_target: Meets, high: float) -> float:

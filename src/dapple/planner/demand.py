@@ -3,6 +3,7 @@
 State (layer j, prefix p): the fewest devices on which the layers before j can run so that a
 micro-batch's way through them, A_0 + sum (F + B), takes p seconds. Prefixes are rounded down to
 multiples of T / levels, so nothing is lost but tightness, and the number of devices costs no time.
+A state is passed on only where no shorter prefix does with as few devices; few are left then.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import numpy as np
 from dapple.planner.problem import Problem
 from dapple.planner.relaxed import least_rings
 from dapple.planner.shares import shares
-from dapple.planner.tables import CostTables
+from dapple.planner.tables import CostTables, Ints
 from dapple.planner.traffic import Floats
 
 _SHARES = 64
 _EFFORT = 500_000
-_LEVELS = (48, 512)
+_LEVELS = (256, 512)
+_FEW_LEVELS = 64
 _SLACK = 1e-9
 
 
@@ -38,6 +40,7 @@ class Demand:
         speed: of the fastest device.
         forward_share: F is at least this part of F + B in every layer.
         devices: G.
+        rough: fewer levels, for an answer that takes less time and is more often yes.
     """
 
     tables: CostTables
@@ -52,9 +55,10 @@ class Demand:
     speed: float
     forward_share: float
     devices: int
+    rough: bool
 
     @classmethod
-    def of(cls, problem: Problem, low: int, high: int) -> Demand:
+    def of(cls, problem: Problem, low: int, high: int, rough: bool = False) -> Demand:
         """The costs for all M from `low` to `high`."""
         found, tables = shares(problem, low, high, _SHARES), problem.tables(high)
         kinds = problem.cluster.kind_of_device()
@@ -78,55 +82,74 @@ class Demand:
             speed=speed,
             forward_share=float(ratios.min()),
             devices=problem.num_devices,
+            rough=rough,
         )
 
     def meets(self, target: float) -> bool:
         """Whether the devices suffice for a step of `target` seconds."""
         layers = self.both.shape[1] - 1
         levels = int(np.clip(_EFFORT / (layers * len(self.widths)), *_LEVELS))
+        levels = _FEW_LEVELS if self.rough else levels
         limit = target * (1 + _SLACK)
         unit = limit / levels if limit > 0 else 1.0
         fewest = np.full((layers + 1, levels), np.inf)
         for start in range(layers):
-            before = np.where(fewest[start] <= self.devices, fewest[start], np.inf)
-            if start == 0 or np.isfinite(before).any():
-                self._add_stage(start, before, limit, unit, fewest)
+            origins = np.zeros(1, dtype=np.int64)
+            before = np.zeros(1)
+            if start:
+                origins = self._useful(fewest[start], bool(self.tables.linked[start]))
+                before = fewest[start][origins]
+                if not self.tables.linked[start]:
+                    origins = np.zeros_like(origins)  # The stages do not wait for each other.
+            if len(origins):
+                self._add_stage(start, (origins, before), limit, unit, fewest)
         return bool(fewest[layers].min() <= self.devices)
 
+    def _useful(self, fewest: Floats, linked: bool) -> Ints:
+        """Levels with fewer devices than all below; only the last of them if none is waited for."""
+        least = np.minimum.accumulate(np.where(fewest <= self.devices, fewest, np.inf))
+        levels = np.flatnonzero(least < np.concatenate([[np.inf], least[:-1]]))
+        return levels if linked else levels[-1:]
+
     def _add_stage(
-        self, start: int, before: Floats, limit: float, unit: float, fewest: Floats
+        self, start: int, before: tuple[Ints, Floats], limit: float, unit: float, fewest: Floats
     ) -> None:
-        """Lower the fewest devices behind every stage that begins at `start`."""
-        own = self.work[:, start + 1 :] - self.work[:, start, None]
-        held = self.held[:, start + 1 :] - self.held[:, start, None]
+        """Lower the fewest devices behind every stage that begins at `start`.
+
+        Args:
+            start: first layer.
+            before: levels of prefixes that end there, and their devices.
+            limit, unit: seconds of the step, and of a level.
+            fewest: the states.
+        """
+        reach = np.searchsorted(self._least_work, self._least_work[start] + limit, side="right")
+        layers = slice(start + 1, int(reach) + 1)
+        own = self.work[:, layers] - self.work[:, start, None]
+        held = self.held[:, layers] - self.held[:, start, None]
         fits = (own <= limit) & (held <= self._room)
-        after = self._after(start)
-        both = self.both[:, start + 1 :] - self.both[:, start, None]
+        after = self._after(start, own.shape[1])
+        both = self.both[:, layers] - self.both[:, start, None]
         if start == 0:
             fits &= own + after <= limit
             both = both + after  # A_0 counts with every prefix.
             room = np.zeros_like(own)
-            before = np.zeros(1)
         else:
             synced = limit - own - after
             fits &= synced >= 0
             share = self.forward_share
             room = np.minimum(limit - own, synced / share) if share > 0 else limit - own
-            if not self.tables.linked[start]:
-                before = before.min(keepdims=True)  # The stages do not wait for each other.
         stops, chosen = np.nonzero(fits.T)
         if not len(stops):
             return
         shift = np.floor(both[chosen, stops] / unit * (1 - 1e-12)).astype(np.int64)
-        origin = np.arange(fewest.shape[1]) - shift[:, None]
-        allowed = (origin >= 0) & (origin < len(before))
-        allowed &= origin * unit <= room[chosen, stops][:, None]
-        sums = before[np.clip(origin, 0, len(before) - 1)] + self.widths[chosen][:, None]
-        sums[~allowed] = np.inf
-        first = np.flatnonzero(np.diff(stops, prepend=-1))
-        reached = np.minimum.reduceat(sums, first, axis=0)
-        stop = stops[first] + start + 1
-        fewest[stop] = np.minimum(fewest[stop], reached)
+        origins, devices = before
+        levels = origins + shift[:, None]
+        allowed = levels < fewest.shape[1]
+        allowed &= origins * unit <= room[chosen, stops][:, None]
+        pair, origin = np.nonzero(allowed)
+        sums = self.widths[chosen[pair]] + devices[origin]
+        states = (stops[pair] + start + 1) * fewest.shape[1] + levels[pair, origin]
+        np.minimum.at(fewest.reshape(-1), states, sums)
 
     @cached_property
     def _room(self) -> float:
@@ -134,9 +157,15 @@ class Demand:
         twice = sum(g.parameter_bytes * (len(g.members) - 1) for g in self.tables.profile.tied)
         return float(self.memory) + 4.0 * twice
 
-    def _after(self, start: int) -> Floats:
-        """AllReduce and optimizer of stages that begin at `start`; shape (R, stops)."""
-        stops = np.arange(start + 1, self.both.shape[1])
+    @cached_property
+    def _least_work(self) -> Floats:
+        """Prefix sums of every layer's least work, rounded down, to tell how far a stage gets."""
+        least = np.diff(self.work).min(axis=0) * (1 - _SLACK)
+        return np.concatenate([[0.0], np.cumsum(least)])
+
+    def _after(self, start: int, longest: int) -> Floats:
+        """AllReduce and optimizer of stages of 1 to `longest` layers; shape (R, longest)."""
+        stops = np.arange(start + 1, start + 1 + longest)
         own = np.maximum(self.tables.own_parameter_bytes(np.full_like(stops, start), stops), 0.0)
         reduce = self.ring_fixed[:, None] * (own > 0) + self.ring_rate[:, None] * own
         update = self.tables.optimizer_prefix[stops] - self.tables.optimizer_prefix[start]

@@ -25,6 +25,8 @@ _OPTIONS = 24
 """Most replica counts that are looked at on large clusters."""
 _MOST_STAGES = 1_000
 """Most pairs of a position and a replica count."""
+_SCATTERED = 256
+"""Most devices of a cluster where stages take one device of each machine in turn."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +65,20 @@ class Frame:
 
 
 def device_orders(cluster: Cluster) -> list[Devices]:
-    """Machine by machine; the faster devices first, and last; one of each machine in turn."""
+    """Machine by machine; the faster devices first, and last; one of each machine in turn.
+
+    The last is left out on large clusters, where it fills every network card.
+    """
     kinds, machine = cluster.kind_of_device(), cluster.machine_of_device()
     plain = tuple(range(cluster.num_devices))
     fastest = tuple(sorted(plain, key=lambda d: (-kinds[d].speed, -kinds[d].memory, d)))
     slowest = tuple(sorted(plain, key=lambda d: (kinds[d].speed, kinds[d].memory, d)))
     first = {m: machine.index(m) for m in set(machine)}
     scattered = tuple(sorted(plain, key=lambda d: (d - first[machine[d]], machine[d])))
-    return list(dict.fromkeys([plain, fastest, slowest, scattered]))
+    orders = [plain, fastest, slowest]
+    if cluster.num_devices <= _SCATTERED:
+        orders.append(scattered)
+    return list(dict.fromkeys(orders))
 
 
 def choose_step(devices: int, rows: int) -> int:

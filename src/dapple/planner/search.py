@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from dapple.cluster import Cluster
 from dapple.errors import InputError, MemoryPlanError
 from dapple.planner.baselines import BASELINES, FIXED_SCHEDULES, candidates
+from dapple.planner.bounds import layout_bounds
 from dapple.planner.certificate import lower_bound
 from dapple.planner.estimate import estimate_seconds
 from dapple.planner.exact import families, in_order
@@ -24,6 +27,8 @@ PLANNERS = ("dapple", *BASELINES)
 _LAYOUT_LIMIT = 20_000
 _SIMULATION_LIMIT = 300
 _BASELINE_TRIES = 2
+_LONG = 20_000
+"""Computations of a baseline that is simulated last, and only if it can still win."""
 _TUNED = 100_000
 """Stages x computations of the longest pipelines whose warm-up is tuned."""
 _SAME = 1e-9
@@ -182,9 +187,15 @@ class _Search:
     candidates: dict[str, Candidate] = field(default_factory=dict)
     refusals: dict[str, Refusal] = field(default_factory=dict)
     _known: dict[Layout, Candidate | Refusal] = field(default_factory=dict)
+    _postponed: list[tuple[Layout, str]] = field(default_factory=list)
 
-    def try_baselines(self, names: Iterable[str]) -> None:
-        """Every baseline, at the numbers of micro-batches that look best for it."""
+    def try_baselines(self, names: Iterable[str], postpone: bool = False) -> None:
+        """Every baseline, at the numbers of micro-batches that look best for it.
+
+        Args:
+            names: which baselines.
+            postpone: leave those that take long to simulate for `try_postponed`.
+        """
         for name in names:
             guesses: list[tuple[float, Layout]] = []
             for count in self.problem.micro_batch_counts:
@@ -195,16 +206,27 @@ class _Search:
                     else:
                         guesses.append((estimate_seconds(self.problem, layout, warmup), layout))
             for _, layout in sorted(guesses)[:_BASELINE_TRIES]:
+                if postpone and _computations(layout) > _LONG:
+                    self._postponed.append((layout, name))
+                else:
+                    self.judge(layout, name)
+
+    def try_postponed(self) -> None:
+        """The baselines that take long, unless their lower bound is above the best step."""
+        for layout, name in self._postponed:
+            tables, bounds = self.problem.tables(layout.micro_batches), np.array([layout.bounds])
+            (least,) = layout_bounds(tables, bounds, layout.devices)
+            if self.best is None or least <= self.best.step_seconds * (1 + _SAME):
                 self.judge(layout, name)
 
     def search(self, options: SearchOptions) -> None:
         """Baselines, then every layout if they are few, else the general search."""
         if options.baselines:
-            self.try_baselines(candidates(self.problem))
-        if options.exact and self.try_all():
-            return
-        starts = [candidate.layout for candidate in self.candidates.values()]
-        GeneralSearch(self.problem, self).run(starts)
+            self.try_baselines(candidates(self.problem), postpone=True)
+        if not (options.exact and self.try_all()):
+            starts = [candidate.layout for candidate in self.candidates.values()]
+            GeneralSearch(self.problem, self).run(starts)
+        self.try_postponed()
 
     def try_all(self) -> bool:
         """Every layout whose bound allows it to win; False: there are too many."""
@@ -268,6 +290,12 @@ class _Search:
             return stages
         seconds = self.problem.step_seconds(stages, layout.micro_batches)
         return Candidate(name, layout, stages, seconds)
+
+
+def _computations(layout: Layout) -> int:
+    """What a simulation takes; all replicas of a single stage run alike."""
+    units = sum(map(len, layout.devices)) if layout.num_stages > 1 else 1
+    return 2 * layout.micro_batches * units
 
 
 def _beats(new: Candidate, old: Candidate) -> bool:
