@@ -37,6 +37,7 @@ class Symmetry:
         self.period = sizes[0] if len(set(self._group)) == 1 else 0
         self._one_kind = len(set(self._kinds)) == 1
         self._rings: dict[Hashable, tuple[float, float]] = {}
+        self._link_keys: dict[tuple[Devices, Devices], Hashable] = {}
 
     def least_memory(self, devices: Devices) -> int:
         """Bytes of the device with the least memory."""
@@ -52,6 +53,12 @@ class Symmetry:
 
     def link_key(self, senders: Devices, receivers: Devices) -> Hashable:
         """Equal where transfers between the two stages take the same routes."""
+        found = self._link_keys.get((senders, receivers))
+        if found is None:
+            found = self._link_keys[senders, receivers] = self._find_link_key(senders, receivers)
+        return found
+
+    def _find_link_key(self, senders: Devices, receivers: Devices) -> Hashable:
         machines, lengths = self._runs(senders + receivers)
         names: dict[int, int] = {}
         pattern = tuple(names.setdefault(machine, len(names)) for machine in machines)

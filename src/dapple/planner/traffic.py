@@ -67,7 +67,12 @@ Load = tuple[int, int, float, float]
 
 @dataclass(frozen=True)
 class Places:
-    """Where devices are: shape (G,) machine of each device, shape (machines,) group of each."""
+    """Where devices are.
+
+    Attributes:
+        machine_of: shape (G,), machine of each device.
+        group_of: shape (machines,), the first machine that is equal to this one.
+    """
 
     machine_of: NDArray[np.int64]
     group_of: NDArray[np.int64]
@@ -89,8 +94,10 @@ def slowest(
         rows: of the micro-batch.
         size: bytes by cut.
     """
-    loads = _distinct_loads(network, places, *ends, rows)
-    seconds: Floats = np.maximum.reduce([_seconds(load, size) for load in loads])
+    loads = np.array(_distinct_loads(network, places, *ends, rows))
+    most, messages, rate, latency = loads.T[:, :, None]
+    sent = most * size.per_row + messages * size.fixed
+    seconds: Floats = np.where(sent > 0, latency + sent / rate, 0.0).max(axis=0)
     return seconds
 
 
@@ -109,7 +116,7 @@ def _distinct_loads(
     outside = machines[0] != machines[1]
     kinds = (groups[0] * len(places.group_of) + groups[1]) * 2 + outside
     loads: set[Load] = set()
-    for kind in np.unique(kinds):
+    for kind in set(kinds.tolist()):
         flows = np.flatnonzero(kinds == kind)
         route = network.route(int(here[flows[0]]), int(there[flows[0]]))
         loads.add((int(counts[flows].max()), 1, route.rate, route.latency))
@@ -119,11 +126,10 @@ def _distinct_loads(
         total = np.bincount(side[outside], weights=counts[outside])
         flows = np.bincount(side[outside])
         used = np.flatnonzero(flows)
-        figures = np.stack([places.group_of[used], total[used], flows[used]])
-        for group, most, messages in np.unique(figures, axis=1).T.astype(np.int64).tolist():
-            machine = int(np.flatnonzero(places.group_of == group)[0])
-            bandwidth = network.card_bandwidth(2 * machine + direction)
-            loads.add((most, messages, bandwidth, 0.0))
+        figures = (places.group_of[used], total[used], flows[used])
+        for group, most, messages in set(zip(*(f.tolist() for f in figures), strict=True)):
+            bandwidth = network.card_bandwidth(2 * group + direction)
+            loads.add((int(most), messages, bandwidth, 0.0))
     return sorted(loads)
 
 
