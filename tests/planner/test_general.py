@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapple.cluster import Cluster, preset
-from dapple.costs import seconds_at
+from dapple.costs import bytes_at, seconds_at
 from dapple.planner import SearchOptions, search
 from dapple.planner.frame import choose_step, device_orders, make_frame
 from dapple.planner.grid import choose_marks
 from dapple.planner.neighbours import neighbours
 from dapple.planner.problem import Layout, Problem
-from dapple.planner.tables import all_at
+from dapple.planner.tables import all_at, all_bytes_at
 from dapple.records import ModelProfile
 from tests.planner.instances import brute_force, random_cluster, random_profile
 from tests.planner.strategies import clusters, profiles
@@ -82,6 +82,8 @@ def test_interpolation_of_all_layers_at_once(
     layers = np.array(data.draw(st.lists(values, min_size=1, max_size=3)))
     expected = [seconds_at(sizes, layer, rows) for layer in layers]
     assert all_at(sizes, layers, rows) == pytest.approx(expected)
+    expected = [bytes_at(sizes, layer, rows) for layer in layers]
+    assert all_bytes_at(sizes, layers, rows) == pytest.approx(expected)
 
 
 def test_orders_of_devices() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -133,9 +134,19 @@ def _received_bytes(
         crossing = model.crossing(there, here) if other < number else model.crossing(here, there)
         if crossing is None:
             continue
-        for _, mine, rows in overlaps(split_rows(sum(split), stage.replicas, stage.rows), split):
-            if mine == replica and other < number:
+        senders = split_rows(sum(split), stage.replicas, stage.rows)
+        for rows in _message_rows(senders, split)[replica]:
+            if other < number:
                 inputs += crossing.forward_bytes(rows)
-            elif mine == replica:
+            else:
                 gradients += crossing.backward_bytes(rows)
     return inputs, gradients
+
+
+@functools.lru_cache(maxsize=256)
+def _message_rows(senders: tuple[int, ...], receivers: tuple[int, ...]) -> list[list[int]]:
+    """Per receiver the rows of each of its messages; asked for once per replica of a stage."""
+    messages: list[list[int]] = [[] for _ in receivers]
+    for _, receiver, rows in overlaps(senders, receivers):
+        messages[receiver].append(rows)
+    return messages

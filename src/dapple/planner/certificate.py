@@ -28,7 +28,7 @@ _NARROW = 1.06
 """Ranges of M that are narrower than this are not split."""
 _GROUPS = 300
 """Ranges of M that are looked at before their bounds are taken as they are."""
-_SMALL = 2_000
+_SMALL = 1_000
 """Devices x layers up to which the device count is part of the state."""
 
 Meets = Callable[[float], bool]

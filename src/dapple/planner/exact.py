@@ -50,6 +50,9 @@ def families(problem: Problem, limit: int) -> list[Family] | None:
         cuts = math.comb(problem.num_layers - 1, stages - 1)
         per_devices = cuts * len(problem.micro_batch_counts)
         room = (limit - total) // per_devices
+        # Every number of devices per stage has at least one placement.
+        if math.comb(problem.num_devices, stages) > room:
+            return None
         devices = list(itertools.islice(device_sequences(problem.machine_sizes, stages), room + 1))
         if len(devices) > room:
             return None

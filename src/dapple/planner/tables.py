@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from dapple.costs import Network, bytes_at, split_rows
+from dapple.costs import Network, split_rows
 from dapple.planner.symmetry import Symmetry
 from dapple.planner.traffic import (
     CutBytes,
@@ -180,11 +180,14 @@ class CostTables:
         """Prefix sums of the bytes that layers keep for the backward; 0 where not measured."""
         found = self._saved.get(rows)
         if found is None:
-            sizes = self.profile.batch_sizes
-            saved = (layer.saved_bytes or (0,) * len(sizes) for layer in self.profile.layers)
-            found = _prefix([bytes_at(sizes, values, rows) for values in saved])
+            found = _prefix(all_bytes_at(self.profile.batch_sizes, self._measured_bytes, rows))
             self._saved[rows] = found
         return found
+
+    @cached_property
+    def _measured_bytes(self) -> Floats:
+        none = (0,) * len(self.profile.batch_sizes)
+        return np.array([layer.saved_bytes or none for layer in self.profile.layers], dtype=float)
 
     def stage_bytes(
         self, start: int, stop: int, rows: int, optimizer_state_factor: float
@@ -312,6 +315,19 @@ def all_at(sizes: Sequence[int], values: Floats, rows: int) -> Floats:
     weight = (rows - sizes[right - 1]) / (sizes[right] - sizes[right - 1])
     line: Floats = values[:, right - 1] + (values[:, right] - values[:, right - 1]) * weight
     return line
+
+
+def all_bytes_at(sizes: Sequence[int], values: Floats, rows: int) -> Floats:
+    """`dapple.costs.bytes_at` for all layers at once: values (N, sizes) -> bytes (N,)."""
+    if rows <= 0:
+        return np.zeros(len(values))
+    if len(sizes) == 1:
+        scaled: Floats = values[:, 0] * (rows / sizes[0])
+        return scaled
+    right = min(max(bisect.bisect_left(sizes, rows), 1), len(sizes) - 1)
+    weight = (rows - sizes[right - 1]) / (sizes[right] - sizes[right - 1])
+    line: Floats = values[:, right - 1] + (values[:, right] - values[:, right - 1]) * weight
+    return np.maximum(line, 0.0)
 
 
 def _prefix(values: Sequence[float] | Floats) -> Floats:
