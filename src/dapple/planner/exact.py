@@ -43,6 +43,11 @@ class Family:
 
 def families(problem: Problem, limit: int) -> list[Family] | None:
     """All layouts; None: there are more than `limit`."""
+    # Each choice of cuts and of every stage's number of devices, sum_s C(N-1, s-1) C(G, s) of them
+    # (Vandermonde), has at least one placement.
+    choices = math.comb(problem.num_layers + problem.num_devices - 1, problem.num_layers)
+    if choices * len(problem.micro_batch_counts) > limit:
+        return None
     found: list[Family] = []
     total = 0
     most = min(problem.num_layers, problem.num_devices)
@@ -50,9 +55,6 @@ def families(problem: Problem, limit: int) -> list[Family] | None:
         cuts = math.comb(problem.num_layers - 1, stages - 1)
         per_devices = cuts * len(problem.micro_batch_counts)
         room = (limit - total) // per_devices
-        # Every number of devices per stage has at least one placement.
-        if math.comb(problem.num_devices, stages) > room:
-            return None
         devices = list(itertools.islice(device_sequences(problem.machine_sizes, stages), room + 1))
         if len(devices) > room:
             return None
