@@ -14,14 +14,6 @@ import pytest
 from tests.docs.blocks import ROOT, blocks
 
 README = "README.md"
-DATA = """
-import torch
-
-def batches(split, global_batch_size, seed):
-    while True:
-        x = torch.randn(global_batch_size, 64)
-        yield x, x.sum(1, keepdim=True)
-"""
 
 
 def run(line: str, folder: Path) -> str:
@@ -41,7 +33,6 @@ def test_the_readmes_files_and_commands_work(tmp_path):
     """From a model of one's own to its weights, in Python and on the command line."""
     import torch
 
-    (tmp_path / "own_data.py").write_text(DATA)
     commands = []
     for mark, text in blocks(README):
         if mark.startswith("file "):

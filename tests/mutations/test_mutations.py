@@ -70,10 +70,10 @@ def average_one_sum(number: int) -> Callable[[Patch], None]:
         original = GradientBuffers.start_sums
 
         def start(self: GradientBuffers, transport: Any) -> list[Any]:
-            averaged, ranks = self._buffers[number]
+            group = self._groups[number]
             for pending in original(self, transport):
                 pending.wait()
-            averaged /= len(ranks)
+            group.buffer /= len(group.ranks)
             return []
 
         patch.setattr(GradientBuffers, "start_sums", start)

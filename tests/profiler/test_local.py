@@ -109,7 +109,9 @@ def test_a_refusal_in_a_process_comes_out_as_it_is():
         dapple.profile(factory, batch_sizes=(1,))
 
 
-@pytest.mark.parametrize(("name", "words"), [("devices", "1 process"), ("rounds", "1 pass")])
+@pytest.mark.parametrize(
+    ("name", "words"), [("devices", "measure with 1 to"), ("rounds", "1 pass")]
+)
 def test_counts_must_be_at_least_one(name: str, words: str):
     """InputError."""
     with pytest.raises(InputError, match=words):

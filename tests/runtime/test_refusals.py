@@ -85,7 +85,7 @@ def test_batch_norm_on_several_replicas() -> None:
     """Refused by stage, because its statistics would differ from one process."""
     case = CASES["normed"]
     graph = capture(case.model(), case.batch(3)[0], loss=case.loss)
-    with pytest.raises(PlanError, match="stage 1 holds batch norm layers and 2 replicas"):
+    with pytest.raises(PlanError, match="stage 1 holds batch norm layers and has 2 replicas"):
         on_ranks(graph, cases.make_plan(graph, (1, 2), 8, 2), lambda trainer: None)
 
 

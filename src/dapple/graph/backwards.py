@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+from torch import nn
 from torch.autograd import Function
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -14,13 +16,13 @@ from dapple.errors import CaptureError
 
 @contextmanager
 def own_backwards_refused() -> Iterator[None]:
-    """Raise where a forward calls an `autograd.Function`.
+    """Raise where a forward calls an `autograd.Function`, or hooks into its backward.
 
-    `torch.export` records what its forward computes and forgets its backward: the gradients of the
-    capture would be other ones, or none.
+    `torch.export` records what the forward computes and forgets such backwards: the gradients of
+    the capture would be other ones, or none.
 
     Raises:
-        CaptureError: names the function.
+        CaptureError: names the function or the hook.
     """
     original = Function.__dict__["apply"]
 
@@ -37,8 +39,31 @@ def own_backwards_refused() -> Iterator[None]:
             )
         return original.__get__(None, kind)(*arguments, **keywords)
 
+    def register_hook(tensor: torch.Tensor, hook: Any) -> Any:
+        raise CaptureError(
+            "the forward calls Tensor.register_hook, whose effect on the backward torch.export "
+            "loses; hook into parameters instead, or change the gradient with operators"
+        )
+
+    kept = torch.Tensor.register_hook
+    torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
     Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
+        torch.Tensor.register_hook = kept  # type: ignore[method-assign]
         Function.apply = original  # type: ignore[method-assign]
+
+
+def refuse_backward_hooks(model: nn.Module) -> None:
+    """Raise if a module has backward hooks, which a capture would drop.
+
+    Raises:
+        CaptureError: names the module.
+    """
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise CaptureError(
+                f'module "{name}" has a backward hook, which torch.export loses; remove it, or hook '
+                "into its parameters"
+            )

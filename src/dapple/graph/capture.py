@@ -18,7 +18,7 @@ from torch.export import Dim, export
 from torch.utils import _pytree as pytree
 
 from dapple.errors import CaptureError
-from dapple.graph.backwards import own_backwards_refused
+from dapple.graph.backwards import own_backwards_refused, refuse_backward_hooks
 from dapple.graph.failures import export_failure, export_output_kept
 from dapple.graph.layers import InputSpec, LayerGraph, LossFunction, as_call, own_loss
 from dapple.graph.nodes import attribute
@@ -66,6 +66,7 @@ def capture(
             f"the loss {type(loss).__name__} has parameters of its own, which nothing would train; "
             "compute the loss inside the model"
         )
+    refuse_backward_hooks(model)
     arguments, keywords = as_call(inputs)
     flat, input_spec = pytree.tree_flatten((arguments, keywords))
     rows = _example_rows(flat)

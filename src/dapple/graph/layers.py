@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,6 +36,30 @@ class InputSpec:
     dtype: torch.dtype | None
     batched: bool
     constant: Any = None
+
+
+class Elsewhere(nn.Parameter):
+    """Stands in the model for a parameter that another rank holds; any use of it is an error.
+
+    A loss that reads the model's parameters would otherwise compute with what happens to be here.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Allow a look at attributes, and nothing else.
+
+        Raises:
+            InputError: always, for an operation.
+        """
+        if getattr(func, "__name__", "") in ("__get__", "__repr__", "__format__"):
+            return super().__torch_function__(  # type: ignore[no-untyped-call]
+                func, types, args, kwargs or {}
+            )
+        raise InputError(
+            "a parameter of another stage was used outside of its layers, as by a loss that reads "
+            "model.parameters(); a rank holds its own stage only: compute penalties inside the "
+            "model, or by the optimizer's weight_decay"
+        )
 
 
 @dataclass(frozen=True)
@@ -98,6 +123,10 @@ class LayerGraph:
     def uses_batch_statistics(self, start: int, stop: int) -> bool:
         """Some layer of the range normalises over the batch (BatchNorm)."""
         return self._training.uses_batch_statistics(start, stop)
+
+    def writes_buffers(self, start: int, stop: int) -> bool:
+        """Some layer of the range updates a buffer in training."""
+        return self._training.writes_buffers(start, stop)
 
     def flatten_inputs(self, inputs: Any) -> dict[str, Any]:
         """The model's inputs by their names in the graph, checked against the capture.
@@ -196,11 +225,18 @@ class LayerGraph:
             if id(value) not in keep:
                 value.data = value.data.new_empty(0)
                 value.grad = None
+        elsewhere: dict[int, Elsewhere] = {}
+        for module in self._model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) not in keep:
+                    stand_in = elsewhere.setdefault(id(parameter), Elsewhere(parameter.data))
+                    module._parameters[name] = stand_in
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """All parameters of the model by name, tied ones once, unused ones included."""
         return dict(self._model.named_parameters())
 
+    @cached_property
     def unread(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers of the state_dict that no layer reads in training.
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from dapple.graph.nodes import is_random, is_tensor
+from dapple.graph.nodes import is_call, is_random, is_tensor
 from dapple.graph.program import Program
 
 MIXING = "rows depend on each other"
@@ -31,6 +31,9 @@ def rows_that_mix(program: Program, flat: Sequence[Any], batched: Sequence[bool]
     chance = [n for n in program.graph.nodes if is_random(n) and not _is_dropout(n)]
     if chance or any(isinstance(v, torch.Tensor) and v.device.type == "meta" for v in flat):
         return []
+    collapsed = _collapsed(program)
+    if collapsed is not None:
+        return [_note(collapsed)]
     half = rows // 2
     pieces = [slice(0, rows), slice(0, half), slice(half, rows)]
     try:
@@ -43,11 +46,34 @@ def rows_that_mix(program: Program, flat: Sequence[Any], batched: Sequence[bool]
     for name, (value, dim) in whole.items():
         halves = torch.cat([first[name][0], second[name][0]], dim=dim)
         if value.shape != halves.shape or not _same(value, halves):
-            return [
-                f"{MIXING} (seen at {name}): pieces of a batch give other gradients than the "
-                "whole batch; train with one micro-batch and one replica, or change the model"
-            ]
+            return [_note(name)]
     return []
+
+
+def _note(name: str) -> str:
+    return (
+        f"{MIXING} (seen at {name}): pieces of a batch give other gradients than the whole batch; "
+        "train with one micro-batch and one replica, or change the model"
+    )
+
+
+def _collapsed(program: Program) -> str | None:
+    """A value that sums up a batch of integers, such as its largest length; None if there is none.
+
+    It is computed anew from each piece's rows, and an example may hide that it differs.
+    """
+    for node in program.recomputed:
+        if is_call(node) and is_tensor(node) and not _has_rows(node):
+            name = str(node.target)
+            if "new_" not in name and any(
+                is_tensor(a) and _has_rows(a) for a in node.all_input_nodes
+            ):
+                return node.name
+    return None
+
+
+def _has_rows(node: fx.Node) -> bool:
+    return any(isinstance(size, torch.SymInt) for size in node.meta["val"].shape)
 
 
 def _is_dropout(node: fx.Node) -> bool:

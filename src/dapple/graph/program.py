@@ -189,6 +189,14 @@ class Program:
         """Some layer of the range is a batch norm in training mode."""
         return any(updates_statistics(n) for n in self.nodes_of(start, stop))
 
+    def writes_buffers(self, start: int, stop: int) -> bool:
+        """Some layer of the range writes into a buffer."""
+        return any(
+            self.roots[a].op == "get_attr"
+            for n in self.nodes_of(start, stop)
+            for a in mutated_arguments(n)
+        )
+
     def row_dim(self, node: fx.Node) -> int | None:
         """The dimension of a tensor that holds the rows; None if no single one does."""
         shape = self._shape(node)

@@ -11,7 +11,7 @@ import sympy
 import torch
 from torch import fx, nn
 
-from dapple.graph.nodes import attribute, is_call, is_random, mutated_arguments
+from dapple.graph.nodes import attribute, is_call, is_random
 from dapple.graph.program import BoundaryTensor, Program
 
 ROWS = "rows"
@@ -133,9 +133,7 @@ class _StageBuilder:
             makes=tuple(tensors[n] for n in makes),
             has_results=last,
             is_random=any(is_random(n) for n in nodes),
-            writes_buffers=any(
-                program.roots[a].op == "get_attr" for n in nodes for a in mutated_arguments(n)
-            ),
+            writes_buffers=program.writes_buffers(self.start, self.stop),
         )
 
     def _closure(self, wanted: list[fx.Node]) -> set[fx.Node]:

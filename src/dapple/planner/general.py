@@ -23,6 +23,8 @@ from dapple.planner.traffic import Devices
 from dapple.schedule import warmup_counts
 
 _SCOUT_MARKS, _MARKS = 20, 44
+_ALL_MARKS, _FEW_DEVICES = 64, 32
+"""With so few layers and devices every cut is looked at: equal stages may need any of them."""
 _SCOUT_EFFORT, _EFFORT = Effort(close=1.15, between=1), Effort(close=1.02, between=3)
 _IN_FLIGHT = (1, 2, 4)
 """Micro-batches that every stage must have room for; more than one where memory is short."""
@@ -92,18 +94,23 @@ class GeneralSearch:
 
     def _scout_count(self, count: int) -> None:
         order = device_orders(self.problem.cluster)[0]
-        marks = choose_marks(self.problem.tables(count), _SCOUT_MARKS)
+        marks = choose_marks(self.problem.tables(count), self._most_marks(_SCOUT_MARKS))
         grid = make_grid(self.problem, self._frame(order, count), count, marks, 1)
         for attached in self._attachments():
             found = trade_off(grid, attached, _SCOUT_EFFORT)
             self._estimate(plan.layout for plan in found)
+
+    def _most_marks(self, usual: int) -> int:
+        """How many cuts to look at."""
+        small = self.problem.num_devices <= _FEW_DEVICES
+        return _ALL_MARKS if small and self.problem.num_layers <= _ALL_MARKS else usual
 
     def _attachments(self) -> tuple[bool, ...]:
         # Under policy B a stage may run ahead of its transfers.
         return (False, True) if self.problem.warmup == "A" else (False,)
 
     def _look_closely(self, count: int) -> None:
-        marks = choose_marks(self.problem.tables(count), _MARKS)
+        marks = choose_marks(self.problem.tables(count), self._most_marks(_MARKS))
         for order in device_orders(self.problem.cluster):
             frame = self._frame(order, count)
             for in_flight in _IN_FLIGHT:

@@ -323,5 +323,7 @@ def _notes(problem: Problem) -> tuple[str, ...]:
 
 
 def _nothing_fits(refusals: Iterable[Refusal]) -> str:
-    closest = min(refusals, key=lambda refusal: refusal.excess)
+    closest = min(refusals, key=lambda refusal: refusal.excess, default=None)
+    if closest is None:
+        return "no plan fits the devices' memory; take devices with more, or more of them"
     return f"no plan fits the devices' memory; the closest: {closest}"

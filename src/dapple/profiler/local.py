@@ -29,6 +29,7 @@ from dapple.workload import Workload
 
 Factory = Callable[[], Workload]
 _PACKAGE = os.path.dirname(__file__)
+_PROCESSES_PER_CORE = 16
 _SINGLE = Link(bandwidth=10e9)
 
 
@@ -126,8 +127,11 @@ def profile_locally(
 
 
 def _check(request: ProfileRequest) -> None:
-    if request.devices < 1:
-        raise InputError(f"devices is {request.devices}; measure with at least 1 process")
+    most = _PROCESSES_PER_CORE * (os.cpu_count() or 1)
+    if not 1 <= request.devices <= most:
+        raise InputError(
+            f"devices is {request.devices}; measure with 1 to {most} processes on this machine"
+        )
     if request.rounds < 1:
         raise InputError(f"rounds is {request.rounds}; measure at least 1 pass")
 

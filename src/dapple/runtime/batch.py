@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from dapple.errors import InputError
 from dapple.runtime.layout import Layout
 
 WeightFunction = Callable[[Any, Any], float]
+Probe = Callable[[slice, Sequence[Any], Any, torch.Tensor], None]
 LossOfResults = Callable[[tuple[Any, ...], Any], torch.Tensor]
 
 
@@ -44,6 +46,7 @@ class Objective:
         weights: w_i of this rank's pieces by micro-batch.
         total: all weights of the global batch added up, available after `ready`.
         ready: waits until `total` is complete.
+        probe: is shown one piece's (rows, results, targets, loss), to check the loss function.
     """
 
     def __init__(
@@ -53,12 +56,14 @@ class Objective:
         weights: dict[int, float],
         total: torch.Tensor,
         ready: Callable[[], object],
+        probe: Probe | None = None,
     ) -> None:
         self._loss_of = loss_of
         self._targets_of = targets_of
         self._weights = weights
         self._total = total
         self._ready = ready
+        self._probe = probe
         self._share = torch.zeros_like(total)
 
     def loss(self, micro_batch: int, rows: slice, results: tuple[Any, ...]) -> torch.Tensor | None:
@@ -68,7 +73,11 @@ class Objective:
             # 0 x NaN is NaN: a piece without weight must not touch loss and gradients at all.
             return None
         self._ready()
-        loss = self._loss_of(results, self._targets_of(rows))
+        targets = self._targets_of(rows)
+        loss = self._loss_of(results, targets)
+        if self._probe is not None:
+            self._probe(rows, results, targets, loss.detach())
+            self._probe = None
         scaled = loss * (weight / self._total).to(loss.dtype)
         self._share += scaled.detach()
         return scaled
@@ -84,6 +93,45 @@ class Objective:
         # for.
         self._ready()
         return self._share
+
+
+def loss_mixes_rows(
+    loss_of: LossOfResults,
+    weight_of: Callable[[slice], float],
+    rows: slice,
+    results: Sequence[Any],
+    targets: Any,
+    loss: torch.Tensor,
+) -> bool:
+    """Whether a piece's loss differs from the weighted mean over its two halves.
+
+    Then it is no mean over rows (a contrastive loss over the batch), and pieces give other
+    gradients than the whole batch. False where outputs don't come in rows.
+
+    Args:
+        loss_of: the loss of flat results and targets.
+        weight_of: w of a row range of the global batch.
+        rows: the piece's rows in the global batch.
+        results: the model's flat outputs for the piece.
+        targets: the piece's targets.
+        loss: the piece's loss.
+    """
+    count = rows.stop - rows.start
+    tensors = [r for r in results if isinstance(r, torch.Tensor)]
+    if count < 2 or any(t.dim() == 0 or t.shape[0] != count for t in tensors):
+        return False
+    weighted, total = 0.0, 0.0
+    with torch.no_grad():
+        for half in (slice(0, count // 2), slice(count // 2, count)):
+            weight = weight_of(slice(rows.start + half.start, rows.start + half.stop))
+            if weight:
+                part = [r[half] if isinstance(r, torch.Tensor) else r for r in results]
+                weighted += weight * float(loss_of(tuple(part), rows_of(targets, half)))
+                total += weight
+    whole = float(loss)
+    if not total or not math.isfinite(whole) or not math.isfinite(weighted):
+        return False
+    return abs(weighted / total - whole) > 1e-3 * abs(whole) + 1e-6
 
 
 def piece_weights(

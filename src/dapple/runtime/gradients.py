@@ -3,13 +3,15 @@
     stage's own parameters   --> buffer per dtype --> AllReduce over the stage's replicas
     tied parameter           --> buffer           --> AllReduce over all ranks that hold it
 
-Each parameter's `.grad` is a view into its buffer: nothing is copied for the AllReduce, and a
-parameter without a gradient counts as zeros everywhere.
+Each parameter's `.grad` is a view into its buffer: nothing is copied for the AllReduce, and a rank
+without a gradient adds zeros. A parameter that got none on any rank has none in the end, so that
+the optimizer skips it as on one device (it would otherwise decay it).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -17,6 +19,20 @@ from torch import nn
 from dapple.runtime.transport import Pending, Transport
 
 BUCKET_BYTES = 25 * 2**20
+
+
+@dataclass
+class _Group:
+    """Parameters whose gradients are summed over the same ranks.
+
+    `found` has one number per parameter: how many ranks had a gradient.
+    """
+
+    parameters: list[nn.Parameter]
+    views: list[torch.Tensor]
+    buffer: torch.Tensor
+    found: torch.Tensor
+    ranks: tuple[int, ...]
 
 
 class GradientBuffers:
@@ -35,8 +51,8 @@ class GradientBuffers:
         stage_ranks: tuple[int, ...],
         tied_ranks: Mapping[str, tuple[int, ...]],
     ) -> None:
-        self._views: list[tuple[nn.Parameter, torch.Tensor]] = []
-        self._buffers: list[tuple[torch.Tensor, tuple[int, ...]]] = []
+        self._groups: list[_Group] = []
+        self._touched: set[int] = set()
         own = [p for name, p in parameters.items() if name not in tied_ranks]
         for dtype in dict.fromkeys(p.dtype for p in own):
             self._add([p for p in own if p.dtype == dtype], stage_ranks)
@@ -45,36 +61,49 @@ class GradientBuffers:
 
     def buffers(self) -> list[torch.Tensor]:
         """The flat buffers."""
-        return [buffer for buffer, _ in self._buffers]
+        return [group.buffer for group in self._groups]
 
     def attach(self) -> None:
         """Point every `.grad` at its view; an optimizer's zero_grad may have dropped it."""
-        for parameter, view in self._views:
-            parameter.grad = view
+        for group in self._groups:
+            for parameter, view in zip(group.parameters, group.views, strict=True):
+                parameter.grad = view
 
     def zero(self) -> None:
         """Start a new sum."""
-        for buffer, _ in self._buffers:
-            buffer.zero_()
+        self._touched.clear()
+        for group in self._groups:
+            group.buffer.zero_()
 
     def start_sums(self, transport: Transport) -> list[Pending]:
         """Start the AllReduce of all gradients, in buckets."""
-        return [
-            transport.sum(bucket, ranks)
-            for buffer, ranks in self._buffers
-            for bucket in _buckets(buffer)
-        ]
+        pending = []
+        for group in self._groups:
+            found = [float(id(p) in self._touched) for p in group.parameters]
+            group.found.copy_(torch.tensor(found))
+            pending.append(transport.sum(group.found, group.ranks))
+            pending += [transport.sum(b, group.ranks) for b in _buckets(group.buffer)]
+        return pending
+
+    def detach_missing(self) -> None:
+        """After the sums: a parameter that got no gradient on any rank has none."""
+        for group in self._groups:
+            for parameter, count in zip(group.parameters, group.found.tolist(), strict=True):
+                if not count:
+                    parameter.grad = None
 
     def _add(self, parameters: Sequence[nn.Parameter], ranks: tuple[int, ...]) -> None:
         first = parameters[0]
         size = sum(p.numel() for p in parameters)
         buffer = torch.zeros(size, dtype=first.dtype, device=first.device)
-        self._buffers.append((buffer, ranks))
+        views = []
         position = 0
         for parameter in parameters:
-            view = buffer[position : position + parameter.numel()].view(parameter.shape)
-            self._views.append((parameter, view))
+            views.append(buffer[position : position + parameter.numel()].view(parameter.shape))
             position += parameter.numel()
+            parameter.register_post_accumulate_grad_hook(lambda p: self._touched.add(id(p)))
+        found = torch.zeros(len(parameters), device=first.device)
+        self._groups.append(_Group(list(parameters), views, buffer, found, ranks))
 
 
 def _buckets(buffer: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,13 +17,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from dapple.errors import InputError
 from dapple.graph import LayerGraph
 from dapple.records import Plan, Timeline
 from dapple.runtime.batch import (
     Batch,
+    LossOfResults,
     Objective,
+    Probe,
     WeightFunction,
     check_targets,
+    loss_mixes_rows,
     piece_weights,
     rows_of,
 )
@@ -143,6 +148,7 @@ class Trainer:
             rank, self.topology.stage, self.topology.replica, self.device, record
         )
         self._fresh = True
+        self._loss_is_known = False
         self.peak_boundary_bytes = 0
         self.last_step_seconds = 0.0
         self._last_micro_batches = plan.num_micro_batches
@@ -171,8 +177,10 @@ class Trainer:
         Raises:
             InputError: the batch does not fit the captured model.
         """
+        named, layout = self._prepare(inputs, targets)
         with self._watch.guard():
-            return self._step(inputs, targets, update)
+            self._check_same_batch(layout)
+            return self._step(named, layout, inputs, targets, update)
 
     def evaluate(self, inputs: Any, targets: Any = None) -> float:
         """The loss on one global batch in evaluation mode; changes nothing.
@@ -181,8 +189,9 @@ class Trainer:
             inputs: as for `step`.
             targets: as for `step`.
         """
+        named, layout = self._prepare(inputs, targets)
         with self._watch.guard():
-            named, layout = self._prepare(inputs, targets)
+            self._check_same_batch(layout)
             batch = self._batch(named, inputs, targets, layout, training=False)
             step = EvaluationStep(
                 self._transport,
@@ -233,7 +242,7 @@ class Trainer:
         """This rank's parameters and buffers under all of the model's own names for them."""
         own = dict(self._program.module.state_dict(keep_vars=True))
         if self.topology.stage == 0:
-            own |= self._graph.unread()
+            own |= self._graph.unread
         aliases = self._graph.original_names()
         return {
             alias: value.detach() for name, value in own.items() for alias in aliases.get(name, ())
@@ -249,11 +258,9 @@ class Trainer:
             self._progress.set("save weights", None)
             write_weights(self.state_dict(), Path(path), self.rank)
 
-    def _step(self, inputs: Any, targets: Any, update: bool) -> StepResult:
-        named, layout = self._prepare(inputs, targets)
-        self._progress.set("start of step", None)
-        if self._recorder_enabled():
-            self._barrier()
+    def _step(
+        self, named: dict[str, Any], layout: Layout, inputs: Any, targets: Any, update: bool
+    ) -> StepResult:
         begin = time.perf_counter()
         self._recorder.start()
         self._gradients.attach()
@@ -287,6 +294,7 @@ class Trainer:
         with self._recorder.span("allreduce"):
             for pending in self._gradients.start_sums(self._transport):
                 pending.wait()
+            self._gradients.detach_missing()
         self._progress.set("optimizer", None)
         if self.optimizer is not None:
             with self._recorder.span("optimizer"):
@@ -323,7 +331,32 @@ class Trainer:
         total = torch.tensor(sum(weights.values()), dtype=torch.float64).to(self.device)
         pending = self._transport.sum(total, self.topology.ranks[-1])
         loss_of = functools.partial(self._graph.loss_of_results, training=training)
-        return Objective(loss_of, targets_of, weights, total, functools.cache(pending.wait))
+        probe = None
+        if not self._loss_is_known and self._graph.loss is not None:
+            self._loss_is_known = True
+            probe = self._loss_probe(loss_of, inputs_of, targets)
+        ready = functools.cache(pending.wait)
+        return Objective(loss_of, targets_of, weights, total, ready, probe)
+
+    def _loss_probe(
+        self, loss_of: LossOfResults, inputs_of: Callable[[slice], Any], targets: Any
+    ) -> Probe:
+        def weight_of(where: slice) -> float:
+            if self._weight is None:
+                return float(where.stop - where.start)
+            return float(self._weight(inputs_of(where), rows_of(targets, where)))
+
+        def probe(rows: slice, results: Any, piece_targets: Any, loss: torch.Tensor) -> None:
+            with random_state_kept(self.device):
+                mixes = loss_mixes_rows(loss_of, weight_of, rows, results, piece_targets, loss)
+            if mixes:
+                warnings.warn(
+                    "the loss is no mean over rows, or not over what `weight` counts: micro-batches "
+                    "and replicas give other gradients than the whole batch",
+                    stacklevel=2,
+                )
+
+        return probe
 
     def _global_loss(self, batch: Batch) -> float:
         # (share of the loss, pieces with weight): ranks without the loss add zeros.
@@ -361,7 +394,7 @@ class Trainer:
         for module in (self._program.module, self._evaluation.module):
             own |= {id(t) for t in (*module.parameters(), *module.buffers())}
         if self.topology.stage == 0:
-            own |= {id(t) for t in self._graph.unread().values()}
+            own |= {id(t) for t in self._graph.unread.values()}
         self._graph.release(own)
 
     def _resident(self) -> Iterable[torch.Tensor]:
@@ -370,9 +403,19 @@ class Trainer:
         moments = (v for s in states for v in s.values() if isinstance(v, torch.Tensor))
         return [*module.parameters(), *module.buffers(), *self._gradients.buffers(), *moments]
 
-    def _recorder_enabled(self) -> bool:
-        return self._recorder.enabled and self._transport.world_size > 1
+    def _check_same_batch(self, layout: Layout) -> None:
+        """Every rank has as many rows; else they would wait for messages that never come.
 
-    def _barrier(self) -> None:
-        token = torch.zeros(1, device=self.device)
-        self._transport.sum(token, tuple(range(self._transport.world_size))).wait()
+        Also the barrier that a step's clocks start from.
+        """
+        self._progress.set("barrier", None)
+        rows = layout.global_batch_size
+        sums = torch.tensor([rows, rows * rows], dtype=torch.float64).to(self.device)
+        self._transport.sum(sums, tuple(range(self._transport.world_size))).wait()
+        total, squares = sums.tolist()
+        if total * total != squares * self._transport.world_size:
+            mean = total / self._transport.world_size
+            raise InputError(
+                f"the ranks were given batches of different sizes: {rows} rows here, {mean:g} on "
+                "average; hand every rank the same global batch"
+            )

@@ -29,10 +29,16 @@ def check_model(graph: LayerGraph, plan: Plan) -> None:
             f"{graph.name} has {actual}; make a plan from this model's profile"
         )
     for number, stage in enumerate(plan.stages):
-        if stage.replicas > 1 and graph.uses_batch_statistics(stage.start, stage.stop):
+        where = stage.start, stage.stop
+        if stage.replicas == 1:
+            continue
+        if graph.uses_batch_statistics(*where) or graph.writes_buffers(*where):
+            held = "a buffer that its forward updates"
+            if graph.uses_batch_statistics(*where):
+                held = "batch norm layers"
             raise PlanError(
-                f"stage {number} holds batch norm layers and {stage.replicas} replicas, which "
-                "the runtime can't keep equal to one device yet; plan one replica for it"
+                f"stage {number} holds {held} and has {stage.replicas} replicas, which the runtime "
+                "can't keep equal to one device yet; plan one replica for it"
             )
 
 

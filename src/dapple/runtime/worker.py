@@ -77,13 +77,18 @@ def run_job(
             watch=watch,
         )
         run = _Run(job, trainer, data, _Log(folder, rank, report))
-    run.train(steps)
+    done = run.train(steps)
     with watch.guard():
         watch.progress.set("write results", None)
         run.write_timeline(folder)
     trainer.save_weights(folder / "weights.pt")
     trainer.close()
     dist.destroy_process_group()
+    if done < steps:
+        raise InputError(
+            f"the training data ended after {done} of {steps} batches; the weights so far are in "
+            f"{folder}, let the data factory go on for more"
+        )
 
 
 def optimizer_factory(job: Job) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
@@ -142,16 +147,19 @@ class _Run:
         self._peak_bytes: int | None = None
         self._timelines: list[Timeline] = []
 
-    def train(self, steps: int) -> None:
-        """Train and validate."""
+    def train(self, steps: int) -> int:
+        """Train and validate; the steps that there was data for."""
         self._validate(0)
-        for step in range(1, steps + 1):
-            result = self._step(step)
+        done = 0
+        for step, batch in enumerate(itertools.islice(self._data, steps), start=1):
+            result = self._step(step, batch)
             self._log.write(step=step, loss=result.loss, seconds=result.seconds, rows=result.rows)
             if step > max(2, steps - TIMELINES):
                 self._timelines.append(self._trainer.timeline(self._peak_bytes))
             if step == steps or (self._every and step % self._every == 0):
                 self._validate(step)
+            done = step
+        return done
 
     def write_timeline(self, folder: Path) -> None:
         """Write the median of the last steps' timelines."""
@@ -159,13 +167,7 @@ class _Run:
             ordered = sorted(self._timelines, key=lambda timeline: timeline.step_seconds)
             ordered[len(ordered) // 2].save(folder / "timeline.json")
 
-    def _step(self, step: int) -> StepResult:
-        batch = next(self._data, None)
-        if batch is None:
-            raise InputError(
-                f"the training data ended after {step - 1} batches; let the data factory go on, "
-                "or train fewer steps"
-            )
+    def _step(self, step: int, batch: Any) -> StepResult:
         if step != 2:
             return self._trainer.step(*batch)
         # The meter slows a step down; in the second the optimizer's state is there already.

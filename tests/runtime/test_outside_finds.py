@@ -1,0 +1,177 @@
+"""Silent faults that an outsider found, each now right or named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from dapple.errors import CaptureError, InputError, PlanError
+from dapple.graph import capture
+from dapple.runtime.trainer import Trainer
+from dapple.runtime.wiring import check_model
+from tests.runtime import cases
+from tests.runtime.threads import on_ranks
+
+DECAYED = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+}
+
+
+class UnusedHead(nn.Module):
+    """A second head whose output the loss does not read, and a prefix without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prefix = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+        self.head, self.other = nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            x = self.prefix(x)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x), self.other(x)
+
+
+def first_output(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    return F.mse_loss(output[0], target)
+
+
+@pytest.mark.parametrize("replicas", [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize("optimizer", list(DECAYED))
+def test_parameters_without_gradient_are_not_decayed(optimizer: str, replicas: Any) -> None:
+    """An optimizer skips them on one device, so it does in a pipeline."""
+    torch.manual_seed(0)
+    plain = UnusedHead().double()
+    x, y = torch.randn(8, 4).double(), torch.randn(8, 2).double()
+    torch.manual_seed(0)
+    graph = capture(UnusedHead().double(), x[:4], loss=first_output)
+    update = DECAYED[optimizer](list(plain.parameters()))
+    for _ in range(3):
+        update.zero_grad()
+        first_output(plain(x), y).backward()
+        update.step()
+
+    def work(trainer: Trainer) -> dict[str, Tensor]:
+        for _ in range(3):
+            trainer.step(x, y)
+        return {n: v.clone() for n, v in trainer.state_dict().items()}
+
+    plan = cases.make_plan(graph, replicas, 8, 2)
+    states = on_ranks(graph, plan, work, DECAYED[optimizer])
+    assert cases.global_error(states, dict(plain.state_dict())) < 1e-12
+
+
+def test_a_loss_that_reads_parameters_of_other_stages_is_refused() -> None:
+    """They are not on its rank, and what stands in for them says so when it is used."""
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+    graph = capture(model, torch.randn(4, 4), loss=F.mse_loss)
+    last = graph.stage(2, 4)
+    graph.release({id(p) for p in last.module.parameters()})
+    with pytest.raises(InputError, match="a parameter of another stage"):
+        sum(p.pow(2).sum() for p in model.parameters())
+
+
+class WithHook(nn.Module):
+    """Hooks into the backward in one way or another."""
+
+    def __init__(self, hook: Callable[[nn.Module, Tensor], Any] | None = None) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.hook = hook
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.hook is not None:
+            self.hook(self, x)
+        return self.last(x)
+
+
+def test_a_tensor_hook_is_refused() -> None:
+    """Export keeps the forward and loses the hook."""
+    model = WithHook(lambda _, x: x.register_hook(lambda g: 2 * g))
+    with pytest.raises(CaptureError, match="register_hook"):
+        capture(model, torch.randn(2, 4), loss=F.mse_loss)
+
+
+def test_a_module_backward_hook_is_refused() -> None:
+    """It names the module that has it."""
+    model = WithHook()
+    model.first.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(CaptureError, match='module "first" has a backward hook'):
+        capture(model, torch.randn(2, 4), loss=F.mse_loss)
+
+
+def test_a_contrastive_loss_is_noticed_in_the_first_step() -> None:
+    """It compares rows of the batch, so micro-batches change it."""
+
+    def contrast(output: Tensor, target: Any) -> Tensor:
+        return F.cross_entropy(output @ output.T, torch.arange(output.shape[0]))
+
+    graph = capture(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(4, 4), loss=contrast
+    )
+    plan = cases.make_plan(graph, (1,), 8, 2)
+    with pytest.warns(UserWarning, match="no mean over rows"):
+        on_ranks(graph, plan, lambda trainer: trainer.step(torch.randn(8, 4)).loss)
+
+
+class ScaledByLongest(nn.Module):
+    """Divides by the largest of some integers of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        return self.last(self.first(x) / lengths.max())
+
+
+def test_a_maximum_over_the_batch_of_integers_is_noticed() -> None:
+    """Even if the example has the same maximum in both halves."""
+    with pytest.warns(UserWarning, match="rows depend on each other"):
+        capture(ScaledByLongest(), (torch.randn(4, 4), torch.tensor([3, 1, 3, 1])), loss=F.mse_loss)
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return self.linear(x)
+
+
+def test_a_buffer_that_is_updated_needs_one_replica() -> None:
+    """Replicas would count differently, and either would be saved."""
+    graph = capture(Counting(), torch.randn(4, 4), loss=F.mse_loss)
+    check_model(graph, cases.make_plan(graph, (1,), 8, 2))
+    with pytest.raises(PlanError, match="a buffer that its forward updates"):
+        check_model(graph, cases.make_plan(graph, (2,), 8, 2))
+
+
+def test_batches_of_different_sizes_are_refused_on_every_rank() -> None:
+    """Ranks would otherwise wait for messages that never come."""
+    graph = capture(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(4, 4), loss=F.mse_loss
+    )
+    plan = cases.make_plan(graph, (1, 1), 8, 2)
+
+    def work(trainer: Trainer) -> str:
+        rows = 8 + trainer.rank
+        with pytest.raises(InputError, match="batches of different sizes"):
+            trainer.step(torch.randn(rows, 4), torch.randn(rows, 4))
+        return "refused"
+
+    assert on_ranks(graph, plan, work) == ["refused", "refused"]
