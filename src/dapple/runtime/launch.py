@@ -20,7 +20,9 @@ def launch(processes: int, module: str, arguments: Sequence[str]) -> None:
     Raises:
         InputError: the processes ended with exit code 2: they have said what is wrong.
         RunError: a process failed.
+        KeyboardInterrupt: the run was told to end.
     """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
@@ -33,6 +35,9 @@ def launch(processes: int, module: str, arguments: Sequence[str]) -> None:
         run(parse_args(command))
     except ChildFailedError as error:
         raise _failure(error) from None
+    except SignalException:
+        # Ctrl-C or SIGTERM to the launcher, which has ended the processes by now.
+        raise KeyboardInterrupt from None
 
 
 def _failure(error: object) -> DappleError:

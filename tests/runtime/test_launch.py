@@ -1,0 +1,28 @@
+"""How a launched run ends: by itself, by a failed rank, by a signal."""
+
+from __future__ import annotations
+
+import pytest
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.api import SignalException
+
+from dapple.errors import InputError, RunError
+from dapple.runtime.launch import launch
+
+
+def test_a_signal_to_the_launcher_is_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C is told in a word, without the launcher's traceback."""
+
+    def told_to_end(_: object) -> None:
+        raise SignalException("told to end", sigval=2)
+
+    monkeypatch.setattr(torchrun, "run", told_to_end)
+    with pytest.raises(KeyboardInterrupt):
+        launch(2, "dapple", [])
+
+
+@pytest.mark.parametrize(("code", "kind"), [(2, InputError), (1, RunError)])
+def test_the_exit_code_of_the_ranks_is_passed_on(code: int, kind: type[Exception]) -> None:
+    """A mistake stays a mistake, a failure a failure; the ranks are named with their codes."""
+    with pytest.raises(kind, match=f"with {code}"):
+        launch(1, "timeit", ["-n", "1", "-s", f"import sys; sys.exit({code})", "pass"])
