@@ -21,8 +21,13 @@ def test_a_signal_to_the_launcher_is_an_interruption(monkeypatch: pytest.MonkeyP
         launch(2, "dapple", [])
 
 
-@pytest.mark.parametrize(("code", "kind"), [(2, InputError), (1, RunError)])
-def test_the_exit_code_of_the_ranks_is_passed_on(code: int, kind: type[Exception]) -> None:
+@pytest.mark.parametrize(
+    ("module", "argument", "code", "kind"),
+    [("json.tool", "--no-such-flag", 2, InputError), ("timeit", "no_such_name", 1, RunError)],
+)
+def test_the_exit_code_of_the_ranks_is_passed_on(
+    module: str, argument: str, code: int, kind: type[Exception]
+) -> None:
     """A mistake stays a mistake, a failure a failure; the ranks are named with their codes."""
-    with pytest.raises(kind, match=f"with {code}"):
-        launch(1, "timeit", ["-n", "1", "-s", f"import sys; sys.exit({code})", "pass"])
+    with pytest.raises(kind, match=f"rank 0 with {code}"):
+        launch(1, module, [argument])
