@@ -91,18 +91,6 @@ def format_seconds(seconds: float) -> str:
     raise AssertionError("unreachable")
 
 
-def format_bandwidth(bytes_per_second: float) -> str:
-    """Print bytes per second with a decimal prefix.
-
-    >>> format_bandwidth(3.125e9)
-    '3.12 GB/s'
-    """
-    for unit, scale in (("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)):
-        if bytes_per_second >= scale:
-            return f"{bytes_per_second / scale:.3g} {unit}"
-    return f"{bytes_per_second:.3g} B/s"
-
-
 def _split(value: str | float, what: str, example: str) -> tuple[float, str]:
     if not isinstance(value, str):
         number, unit = float(value), ""

@@ -7,7 +7,7 @@ in, first out. NCCL has no tags, so none are used on gloo either.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -94,19 +94,6 @@ class Done:
 
     def wait(self) -> None:
         """Return at once."""
-
-
-class Then:
-    """A pending transfer with something to do when it is done."""
-
-    def __init__(self, pending: Pending, action: Callable[[], None]) -> None:
-        self._pending = pending
-        self._action = action
-
-    def wait(self) -> None:
-        """Wait, then act."""
-        self._pending.wait()
-        self._action()
 
 
 def _started(work: dist.Work | None) -> Pending:
