@@ -1,6 +1,7 @@
 """The pipeline runtime: trains a captured model by a plan, one process per device."""
 
+from dapple.runtime.results import StepResult
 from dapple.runtime.topology import Topology
-from dapple.runtime.trainer import StepResult, Trainer
+from dapple.runtime.trainer import Trainer
 
 __all__ = ["StepResult", "Topology", "Trainer"]

@@ -5,36 +5,25 @@ from __future__ import annotations
 import functools
 import os
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from dapple.errors import InputError
 from dapple.graph import LayerGraph
 from dapple.records import Plan, Timeline
-from dapple.runtime.batch import (
-    Batch,
-    LossOfResults,
-    Objective,
-    Probe,
-    WeightFunction,
-    check_targets,
-    loss_mixes_rows,
-    piece_weights,
-    rows_of,
-)
+from dapple.runtime.batch import Batch, WeightFunction, check_targets
+from dapple.runtime.clipping import Clipping, counted_here
 from dapple.runtime.exchange import Boundaries
 from dapple.runtime.gradients import GradientBuffers
 from dapple.runtime.layout import Layout
 from dapple.runtime.memory import MemoryMeter
+from dapple.runtime.objectives import Objectives
 from dapple.runtime.process import (
     default_device,
     ensure_process_group,
@@ -44,31 +33,18 @@ from dapple.runtime.process import (
     values_kept,
 )
 from dapple.runtime.recorder import Recorder
+from dapple.runtime.results import StepResult
 from dapple.runtime.stage import StageRunner
 from dapple.runtime.step import EvaluationStep, TrainingStep
 from dapple.runtime.topology import Topology
 from dapple.runtime.transport import Transport
+from dapple.runtime.update import Update
 from dapple.runtime.watch import Watch, watch_ranks
 from dapple.runtime.weights import write_weights
 from dapple.runtime.wiring import check_model, connect, tied_ranks
 from dapple.schedule import Schedule, check_schedule, make_schedule
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a step gave, the same on every rank.
-
-    Attributes:
-        loss: the weighted mean over the global batch; NaN if no row had weight.
-        rows: rows of the global batch.
-        seconds: time of the step on this rank, s.
-    """
-
-    loss: float
-    rows: int
-    seconds: float
 
 
 class Trainer:
@@ -84,6 +60,10 @@ class Trainer:
         optimizer: makes the optimizer from this rank's parameters.
         weight: w_i of a piece from its (inputs, targets), such as the number of unmasked tokens;
             by default its rows.
+        clip_norm: clip the gradients to this norm over the whole model before each update; inf
+            only measures it.
+        norm_type: the p of that norm, any number above 0, or inf.
+        error_if_nonfinite: a norm that is not finite is an error.
         device: this rank's device; by default the accelerator of the local rank, else the CPU.
         seed: for dropout: masks depend on seed, step, micro-batch, stage and first row.
         transport: the network; by default `torch.distributed`, set up by torchrun's environment.
@@ -103,6 +83,9 @@ class Trainer:
         optimizer: OptimizerFactory,
         *,
         weight: WeightFunction | None = None,
+        clip_norm: float | None = None,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
         device: torch.device | None = None,
         seed: int = 0,
         transport: Transport | None = None,
@@ -122,7 +105,6 @@ class Trainer:
         self._schedule_for(plan.num_micro_batches)
         self._graph = graph
         self._plan = plan
-        self._weight = weight
         self._seed = seed
         self._steps = 0
         stage = self.topology.stage_plan
@@ -137,18 +119,22 @@ class Trainer:
         )
         self._transport = transport or connect(graph, self.topology)
         trainable = {n: p for n, p in self._program.module.named_parameters() if p.requires_grad}
-        self._gradients = GradientBuffers(
-            trainable,
-            self.topology.ranks[self.topology.stage],
-            tied_ranks(graph, self.topology, trainable),
-        )
+        tied = tied_ranks(graph, self.topology, trainable)
+        self._gradients = GradientBuffers(trainable, self.topology.ranks[self.topology.stage], tied)
         self.optimizer = optimizer(list(trainable.values())) if trainable else None
+        clipping = None
+        if clip_norm is not None:
+            counted = counted_here(self.topology, trainable, tied)
+            clipping = Clipping(trainable, counted, clip_norm, norm_type, error_if_nonfinite)
+        self._updating = Update(self.optimizer, clipping, self._transport, self.device)
+        self._objectives = Objectives(
+            graph, weight, self.device, self._transport, self.topology.ranks[-1]
+        )
         self._runner = StageRunner(self._program)
         self._recorder = Recorder(
             rank, self.topology.stage, self.topology.replica, self.device, record
         )
         self._fresh = True
-        self._loss_is_known = False
         self.peak_boundary_bytes = 0
         self.last_step_seconds = 0.0
         self._last_micro_batches = plan.num_micro_batches
@@ -281,24 +267,25 @@ class Trainer:
         step.run(batch)
         self.peak_boundary_bytes = step.peak_boundary_bytes
         self._fresh = update
-        if update:
-            self._update()
+        norm = self._update() if update else None
         loss = self._global_loss(batch)
         self._steps += 1
         self.last_step_seconds = time.perf_counter() - begin
         self._last_micro_batches = layout.num_micro_batches
-        return StepResult(loss, layout.global_batch_size, self.last_step_seconds)
+        return StepResult(loss, layout.global_batch_size, self.last_step_seconds, norm)
 
-    def _update(self) -> None:
+    def _update(self) -> float | None:
         self._progress.set("allreduce", None)
         with self._recorder.span("allreduce"):
             for pending in self._gradients.start_sums(self._transport):
                 pending.wait()
             self._gradients.detach_missing()
+            verdict = self._updating.agree()
         self._progress.set("optimizer", None)
         if self.optimizer is not None:
             with self._recorder.span("optimizer"):
-                self.optimizer.step()
+                self._updating.apply(verdict)
+        return verdict.gradient_norm
 
     def _prepare(self, inputs: Any, targets: Any) -> tuple[dict[str, Any], Layout]:
         named = self._graph.flatten_inputs(inputs)
@@ -318,45 +305,8 @@ class Trainer:
         batched = frozenset(spec.name for spec in self._graph.inputs if spec.batched)
         objective = None
         if self.topology.is_last:
-            objective = self._objective(inputs, targets, layout, training)
+            objective = self._objectives.make(inputs, targets, layout, training)
         return Batch(placed, batched, objective)
-
-    def _objective(self, inputs: Any, targets: Any, layout: Layout, training: bool) -> Objective:
-        def targets_of(where: slice) -> Any:
-            piece = rows_of(targets, where)
-            return pytree.tree_map_only(torch.Tensor, lambda t: t.to(self.device), piece)
-
-        inputs_of = functools.partial(self._graph.rows_of_inputs, inputs)
-        weights = piece_weights(layout, self._weight, inputs_of, targets)
-        total = torch.tensor(sum(weights.values()), dtype=torch.float64).to(self.device)
-        pending = self._transport.sum(total, self.topology.ranks[-1])
-        loss_of = functools.partial(self._graph.loss_of_results, training=training)
-        probe = None
-        if not self._loss_is_known and self._graph.loss is not None:
-            self._loss_is_known = True
-            probe = self._loss_probe(loss_of, inputs_of, targets)
-        ready = functools.cache(pending.wait)
-        return Objective(loss_of, targets_of, weights, total, ready, probe)
-
-    def _loss_probe(
-        self, loss_of: LossOfResults, inputs_of: Callable[[slice], Any], targets: Any
-    ) -> Probe:
-        def weight_of(where: slice) -> float:
-            if self._weight is None:
-                return float(where.stop - where.start)
-            return float(self._weight(inputs_of(where), rows_of(targets, where)))
-
-        def probe(rows: slice, results: Any, piece_targets: Any, loss: torch.Tensor) -> None:
-            with random_state_kept(self.device):
-                mixes = loss_mixes_rows(loss_of, weight_of, rows, results, piece_targets, loss)
-            if mixes:
-                warnings.warn(
-                    "the loss is no mean over rows, or not over what `weight` counts: micro-batches "
-                    "and replicas give other gradients than the whole batch",
-                    stacklevel=2,
-                )
-
-        return probe
 
     def _global_loss(self, batch: Batch) -> float:
         # (share of the loss, pieces with weight): ranks without the loss add zeros.

@@ -21,8 +21,9 @@ from dapple.job import Job
 from dapple.profiler.local import load_factory, load_function
 from dapple.records import Plan, Timeline
 from dapple.runtime.process import default_device, ensure_process_group
+from dapple.runtime.results import StepResult
 from dapple.runtime.topology import Topology
-from dapple.runtime.trainer import StepResult, Trainer
+from dapple.runtime.trainer import Trainer
 from dapple.runtime.watch import MonitorWatch
 from dapple.runtime.wiring import check_model
 from dapple.workload import Workload

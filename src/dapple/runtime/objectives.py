@@ -1,0 +1,98 @@
+"""Makes the objective of each step: whose loss, over which pieces, with which weights."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from dapple.graph import LayerGraph
+from dapple.runtime.batch import (
+    LossOfResults,
+    Objective,
+    Probe,
+    WeightFunction,
+    loss_mixes_rows,
+    piece_weights,
+    rows_of,
+)
+from dapple.runtime.layout import Layout
+from dapple.runtime.process import random_state_kept
+from dapple.runtime.transport import Transport
+
+
+class Objectives:
+    """Makes objectives on a rank that computes the loss.
+
+    Args:
+        graph: the captured model.
+        weight: w_i of a piece from its (inputs, targets); None: rows.
+        device: this rank's device.
+        transport: the network.
+        ranks: those that compute the loss.
+    """
+
+    def __init__(
+        self,
+        graph: LayerGraph,
+        weight: WeightFunction | None,
+        device: torch.device,
+        transport: Transport,
+        ranks: tuple[int, ...],
+    ) -> None:
+        self._graph = graph
+        self._weight = weight
+        self._device = device
+        self._transport = transport
+        self._ranks = ranks
+        self._loss_is_known = graph.loss is None
+
+    def make(self, inputs: Any, targets: Any, layout: Layout, training: bool) -> Objective:
+        """The objective of one global batch; starts adding up its weights.
+
+        Args:
+            inputs: all rows, as at capture.
+            targets: all rows.
+            layout: the rows of the step.
+            training: or evaluation.
+        """
+
+        def targets_of(where: slice) -> Any:
+            piece = rows_of(targets, where)
+            return pytree.tree_map_only(torch.Tensor, lambda t: t.to(self._device), piece)
+
+        inputs_of = functools.partial(self._graph.rows_of_inputs, inputs)
+        weights = piece_weights(layout, self._weight, inputs_of, targets)
+        total = torch.tensor(sum(weights.values()), dtype=torch.float64).to(self._device)
+        pending = self._transport.sum(total, self._ranks)
+        loss_of = functools.partial(self._graph.loss_of_results, training=training)
+        probe = None
+        if not self._loss_is_known:
+            self._loss_is_known = True
+            probe = self._probe(loss_of, inputs_of, targets)
+        ready = functools.cache(pending.wait)
+        return Objective(loss_of, targets_of, weights, total, ready, probe)
+
+    def _probe(
+        self, loss_of: LossOfResults, inputs_of: Callable[[slice], Any], targets: Any
+    ) -> Probe:
+        def weight_of(where: slice) -> float:
+            if self._weight is None:
+                return float(where.stop - where.start)
+            return float(self._weight(inputs_of(where), rows_of(targets, where)))
+
+        def probe(rows: slice, results: Any, piece_targets: Any, loss: torch.Tensor) -> None:
+            with random_state_kept(self._device):
+                mixes = loss_mixes_rows(loss_of, weight_of, rows, results, piece_targets, loss)
+            if mixes:
+                warnings.warn(
+                    "the loss is no mean over rows, or not over what `weight` counts: micro-batches "
+                    "and replicas give other gradients than the whole batch",
+                    stacklevel=2,
+                )
+
+        return probe
