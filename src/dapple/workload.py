@@ -18,9 +18,10 @@ class Workload:
 
     Attributes:
         name: how reports and plans call the model.
-        model: any module, unmodified; its positional inputs are those of `inputs`.
-        inputs: B -> example inputs, each of B rows, the same for the same B. Used to capture and
-            to profile, so shapes and dtypes must be those of training; values need not be.
+        model: any module, unmodified; it is called with `inputs`.
+        inputs: B -> example inputs of B rows, the same for the same B: a tensor, a tuple of
+            positional or a dict of keyword arguments. Used to capture and to profile, so shapes
+            and dtypes must be those of training; values need not be.
         targets: B -> example targets of B rows, as `loss` takes them. None: there are none, or
             they are among the inputs.
         loss: (output, targets) -> mean loss, a scalar with gradient. It must be a mean over the
@@ -32,7 +33,7 @@ class Workload:
 
     name: str
     model: nn.Module
-    inputs: Callable[[int], tuple[Tensor, ...]]
+    inputs: Callable[[int], Any]
     targets: Callable[[int], Tensor | tuple[Tensor, ...]] | None = None
     loss: Callable[[Any, Any], Tensor] | None = None
     weight: Callable[[Any, Any], float] | None = None

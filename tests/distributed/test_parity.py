@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from dapple.graph import BoundaryTensor, StageProgram
 from dapple.runtime.watch import NoWatch
 from tests.distributed.harness import note_action, run_ranks
 from tests.runtime import cases
 from tests.runtime.cases import Run
 from tests.runtime.runs import ALL_RUNS
-from tests.runtime.threads import OwnCopy
+from tests.runtime.threads import TrainingOnly
 
 WORLD_SIZES = sorted({sum(run.replicas) for run in ALL_RUNS})
 
@@ -28,16 +27,6 @@ class Noted:
 
     def set(self, action: str, micro_batch: int | None) -> None:
         note_action(f"{action} of micro-batch {micro_batch} in {self._run}")
-
-
-class TrainingOnly(OwnCopy):
-    """Without the evaluation mode, whose capture takes as long again: no run here evaluates."""
-
-    def stage(self, start: int, stop: int, training: bool = True) -> StageProgram:
-        return super().stage(start, stop)
-
-    def tensors(self, training: bool = True) -> tuple[BoundaryTensor, ...]:
-        return self._graph.tensors()
 
 
 def train_all(rank: int, world_size: int, runs: list[Run]) -> list[Any]:

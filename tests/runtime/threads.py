@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from dapple.graph import LayerGraph, StageProgram
+from dapple.graph import BoundaryTensor, LayerGraph, StageProgram
 from dapple.records import Plan
 from dapple.runtime.trainer import Trainer
 from dapple.runtime.transport import Done, Pending
@@ -165,6 +165,16 @@ class OwnCopy:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._graph, name)
+
+
+class TrainingOnly(OwnCopy):
+    """Without the evaluation mode, whose capture takes as long again, for runs that don't evaluate."""
+
+    def stage(self, start: int, stop: int, training: bool = True) -> StageProgram:
+        return super().stage(start, stop)
+
+    def tensors(self, training: bool = True) -> tuple[BoundaryTensor, ...]:
+        return self._graph.tensors()
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:

@@ -23,6 +23,7 @@ from dapple.graph.failures import export_failure, export_output_kept
 from dapple.graph.layers import InputSpec, LayerGraph, LossFunction, as_call, own_loss
 from dapple.graph.nodes import attribute
 from dapple.graph.normalise import normalise
+from dapple.graph.outputs import objects_left_out
 from dapple.graph.probe import MIXING, rows_that_mix
 from dapple.graph.program import Program
 from dapple.graph.units import Units
@@ -77,16 +78,19 @@ def capture(
         # A model in training mode is taken as it is: parts of it may be in evaluation mode for good.
         if not model.training:
             model.train()
-        training, output_spec = _export(model, arguments, keywords, batched, units)
-        output_specs = {True: output_spec}
-        other = None
-        if evaluation:
-            other, output_specs[False] = _export(model.eval(), arguments, keywords, batched, units)
+        with objects_left_out(model) as left_out:
+            training, output_spec = _export(model, arguments, keywords, batched, units)
+            output_specs = {True: output_spec}
+            other = None
+            if evaluation:
+                other, output_specs[False] = _export(
+                    model.eval(), arguments, keywords, batched, units
+                )
     finally:
         for module, mode in modes.items():
             module.training = mode
     programs = [training] if other is None else [training, other]
-    notes = _align(programs)
+    notes = [*left_out, *_align(programs)]
     names = _first_names(model, *programs)
     notes += rows_that_mix(training, flat, batched)
     for note in notes:
