@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from dapple.errors import CaptureError, InputError
+from dapple.graph.dtypes import dtypes_under
 from dapple.graph.nodes import attribute
 from dapple.graph.program import BoundaryTensor, Program
 from dapple.graph.stage import StageProgram, build_stage
@@ -106,6 +108,16 @@ class LayerGraph:
     def tensors(self, training: bool = True) -> tuple[BoundaryTensor, ...]:
         """The tensors that are read by a later layer than their own, in graph order."""
         return tuple(self._program(training).boundary_tensors().values())
+
+    def dtypes_under(
+        self,
+        context: AbstractContextManager[Any],
+        device: torch.device,
+        training: bool = True,
+    ) -> dict[str, torch.dtype]:
+        """The types of the model's tensors by name, when it runs on a device within a context."""
+        inputs = [(i.shape, i.dtype) if i.dtype else i.constant for i in self.inputs]
+        return dtypes_under(self._program(training), inputs, context, device)
 
     def stage(self, start: int, stop: int, training: bool = True) -> StageProgram:
         """Layers start..stop as a module that shares the model's parameters.

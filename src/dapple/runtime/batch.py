@@ -47,6 +47,7 @@ class Objective:
         total: all weights of the global batch added up, available after `ready`.
         ready: waits until `total` is complete.
         probe: is shown one piece's (rows, results, targets, loss), to check the loss function.
+        scale: what the loss is multiplied by before the backward, against underflow in fp16.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Objective:
         total: torch.Tensor,
         ready: Callable[[], object],
         probe: Probe | None = None,
+        scale: float = 1.0,
     ) -> None:
         self._loss_of = loss_of
         self._targets_of = targets_of
@@ -64,6 +66,7 @@ class Objective:
         self._total = total
         self._ready = ready
         self._probe = probe
+        self._scale = scale
         self._share = torch.zeros_like(total)
 
     def loss(self, micro_batch: int, rows: slice, results: tuple[Any, ...]) -> torch.Tensor | None:
@@ -78,9 +81,11 @@ class Objective:
         if self._probe is not None:
             self._probe(rows, results, targets, loss.detach())
             self._probe = None
-        scaled = loss * (weight / self._total).to(loss.dtype)
-        self._share += scaled.detach()
-        return scaled
+        if loss.dtype in (torch.float16, torch.bfloat16):
+            loss = loss.float()  # shares of it would be rounded to three digits
+        weighted = loss * (weight / self._total).to(loss.dtype)
+        self._share += weighted.detach()
+        return weighted * self._scale if self._scale != 1 else weighted
 
     @property
     def has_weight(self) -> bool:
@@ -131,7 +136,8 @@ def loss_mixes_rows(
     whole = float(loss)
     if not total or not math.isfinite(whole) or not math.isfinite(weighted):
         return False
-    return abs(weighted / total - whole) > 1e-3 * abs(whole) + 1e-6
+    tolerance = max(1e-3, 8 * torch.finfo(loss.dtype).eps)
+    return abs(weighted / total - whole) > tolerance * abs(whole) + 1e-6
 
 
 def piece_weights(

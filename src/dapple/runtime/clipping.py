@@ -18,7 +18,6 @@ from torch import nn
 
 from dapple.errors import InputError, RunError
 from dapple.runtime.topology import Topology
-from dapple.runtime.transport import Transport
 
 _MARGIN = 1e-6  # that torch.nn.utils.clip_grad_norm_ adds to the norm before it divides by it
 
@@ -57,24 +56,26 @@ class Clipping:
         self._norm_type = float(norm_type)
         self._error_if_nonfinite = error_if_nonfinite
 
-    def total_norm(self, transport: Transport, device: torch.device) -> float:
-        """The norm of the whole model's gradients; all ranks call it, after the gradients' sums.
+    def local_norm(self) -> float:
+        """The norm of the gradients that this rank counts."""
+        gradients = [p.grad for p in self._counted if p.grad is not None]
+        return float(torch.nn.utils.get_total_norm(gradients, self._norm_type))
+
+    def total_norm(self, norms: torch.Tensor) -> float:
+        """The norm of the whole model's gradients from that of every rank."""
+        return float(torch.linalg.vector_norm(norms, self._norm_type))
+
+    def check(self, total_norm: float) -> None:
+        """Raise if it is not finite, and that is to be an error.
 
         Raises:
-            RunError: it is not finite, and that was to be an error.
+            RunError: so it is.
         """
-        slots = torch.zeros(transport.world_size, dtype=torch.float64, device=device)
-        gradients = [p.grad for p in self._counted if p.grad is not None]
-        if gradients:
-            slots[transport.rank] = torch.nn.utils.get_total_norm(gradients, self._norm_type)
-        transport.sum(slots, tuple(range(transport.world_size))).wait()
-        total = float(torch.linalg.vector_norm(slots, self._norm_type))
-        if self._error_if_nonfinite and not math.isfinite(total):
+        if self._error_if_nonfinite and not math.isfinite(total_norm):
             raise RunError(
-                f"the gradients' norm of order {self._norm_type:g} is {total}; look for a loss that "
-                "overflows or divides by zero, or pass error_if_nonfinite=False"
+                f"the gradients' norm of order {self._norm_type:g} is {total_norm}; look for a loss "
+                "that overflows or divides by zero, or pass error_if_nonfinite=False"
             )
-        return total
 
     def clip(self, total_norm: float) -> None:
         """Scale this rank's gradients so that the model's norm is at most `clip_norm`."""

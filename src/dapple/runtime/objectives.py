@@ -21,6 +21,7 @@ from dapple.runtime.batch import (
     rows_of,
 )
 from dapple.runtime.layout import Layout
+from dapple.runtime.precision import Precision
 from dapple.runtime.process import random_state_kept
 from dapple.runtime.transport import Transport
 
@@ -34,6 +35,7 @@ class Objectives:
         device: this rank's device.
         transport: the network.
         ranks: those that compute the loss.
+        precision: in which it is computed.
     """
 
     def __init__(
@@ -43,15 +45,19 @@ class Objectives:
         device: torch.device,
         transport: Transport,
         ranks: tuple[int, ...],
+        precision: Precision,
     ) -> None:
         self._graph = graph
         self._weight = weight
         self._device = device
         self._transport = transport
         self._ranks = ranks
+        self._precision = precision
         self._loss_is_known = graph.loss is None
 
-    def make(self, inputs: Any, targets: Any, layout: Layout, training: bool) -> Objective:
+    def make(
+        self, inputs: Any, targets: Any, layout: Layout, training: bool, scale: float = 1.0
+    ) -> Objective:
         """The objective of one global batch; starts adding up its weights.
 
         Args:
@@ -59,6 +65,7 @@ class Objectives:
             targets: all rows.
             layout: the rows of the step.
             training: or evaluation.
+            scale: of the loss in the backward.
         """
 
         def targets_of(where: slice) -> Any:
@@ -69,13 +76,17 @@ class Objectives:
         weights = piece_weights(layout, self._weight, inputs_of, targets)
         total = torch.tensor(sum(weights.values()), dtype=torch.float64).to(self._device)
         pending = self._transport.sum(total, self._ranks)
-        loss_of = functools.partial(self._graph.loss_of_results, training=training)
+        loss_of = functools.partial(self._loss_of, training)
         probe = None
         if not self._loss_is_known:
             self._loss_is_known = True
             probe = self._probe(loss_of, inputs_of, targets)
         ready = functools.cache(pending.wait)
-        return Objective(loss_of, targets_of, weights, total, ready, probe)
+        return Objective(loss_of, targets_of, weights, total, ready, probe, scale)
+
+    def _loss_of(self, training: bool, results: tuple[Any, ...], targets: Any) -> torch.Tensor:
+        with self._precision.forward():
+            return self._graph.loss_of_results(results, targets, training=training)
 
     def _probe(
         self, loss_of: LossOfResults, inputs_of: Callable[[slice], Any], targets: Any

@@ -15,9 +15,12 @@ class StepResult:
         seconds: time of the step on this rank, s.
         gradient_norm: the norm of the whole model's gradients before clipping; None without
             `clip_norm`, and in a step that only accumulates.
+        skipped: gradients overflowed on some rank, so that no rank updated its parameters; only
+            with a gradient scaler.
     """
 
     loss: float
     rows: int
     seconds: float
     gradient_norm: float | None = None
+    skipped: bool = False

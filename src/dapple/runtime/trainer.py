@@ -24,6 +24,7 @@ from dapple.runtime.gradients import GradientBuffers
 from dapple.runtime.layout import Layout
 from dapple.runtime.memory import MemoryMeter
 from dapple.runtime.objectives import Objectives
+from dapple.runtime.precision import Precision, PrecisionName
 from dapple.runtime.process import (
     default_device,
     ensure_process_group,
@@ -38,7 +39,7 @@ from dapple.runtime.stage import StageRunner
 from dapple.runtime.step import EvaluationStep, TrainingStep
 from dapple.runtime.topology import Topology
 from dapple.runtime.transport import Transport
-from dapple.runtime.update import Update
+from dapple.runtime.update import Update, Verdict
 from dapple.runtime.watch import Watch, watch_ranks
 from dapple.runtime.weights import write_weights
 from dapple.runtime.wiring import check_model, connect, tied_ranks
@@ -64,6 +65,9 @@ class Trainer:
             only measures it.
         norm_type: the p of that norm, any number above 0, or inf.
         error_if_nonfinite: a norm that is not finite is an error.
+        precision: "float32" computes in the model's own types, "bf16" and "fp16" under autocast.
+        scaler: holds the loss scale and how it changes; by default torch's own for "fp16", and none
+            otherwise.
         device: this rank's device; by default the accelerator of the local rank, else the CPU.
         seed: for dropout: masks depend on seed, step, micro-batch, stage and first row.
         transport: the network; by default `torch.distributed`, set up by torchrun's environment.
@@ -86,6 +90,8 @@ class Trainer:
         clip_norm: float | None = None,
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
+        precision: PrecisionName = "float32",
+        scaler: torch.amp.GradScaler | None = None,
         device: torch.device | None = None,
         seed: int = 0,
         transport: Transport | None = None,
@@ -108,8 +114,13 @@ class Trainer:
         self._seed = seed
         self._steps = 0
         stage = self.topology.stage_plan
-        self._program = graph.stage(stage.start, stage.stop)
-        self._evaluation = graph.stage(stage.start, stage.stop, training=False)
+        self._precision = Precision(precision, self.device)
+        self._program, self._evaluation = (
+            self._precision.program(
+                graph, graph.stage(stage.start, stage.stop, training=mode), mode
+            )
+            for mode in (True, False)
+        )
         self._release_other_stages()
         move_to(self.device, self._program.module, self._evaluation.module)
         # The two modes may compute other tensors, or the same ones under other names.
@@ -126,9 +137,24 @@ class Trainer:
         if clip_norm is not None:
             counted = counted_here(self.topology, trainable, tied)
             clipping = Clipping(trainable, counted, clip_norm, norm_type, error_if_nonfinite)
-        self._updating = Update(self.optimizer, clipping, self._transport, self.device)
+        if scaler is None and precision == "fp16":
+            scaler = torch.amp.GradScaler(self.device.type)
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._updating = Update(
+            list(trainable.values()),
+            self.optimizer,
+            clipping,
+            self.scaler,
+            self._transport,
+            self.device,
+        )
         self._objectives = Objectives(
-            graph, weight, self.device, self._transport, self.topology.ranks[-1]
+            graph,
+            weight,
+            self.device,
+            self._transport,
+            self.topology.ranks[-1],
+            self._precision,
         )
         self._runner = StageRunner(self._program)
         self._recorder = Recorder(
@@ -188,7 +214,8 @@ class Trainer:
                 self._progress,
             )
             written = self._evaluation.module.buffers() if self._evaluation.writes_buffers else ()
-            with random_state_kept(self.device), values_kept(written):
+            kept = random_state_kept(self.device), values_kept(written)
+            with kept[0], kept[1], self._precision.step():
                 step.run(batch)
             return self._global_loss(batch)
 
@@ -264,17 +291,24 @@ class Trainer:
             self._recorder,
             functools.partial(self._seeded, self._steps),
         )
-        step.run(batch)
+        with self._precision.step():
+            step.run(batch)
         self.peak_boundary_bytes = step.peak_boundary_bytes
         self._fresh = update
-        norm = self._update() if update else None
+        verdict = self._update() if update else Verdict()
         loss = self._global_loss(batch)
         self._steps += 1
         self.last_step_seconds = time.perf_counter() - begin
         self._last_micro_batches = layout.num_micro_batches
-        return StepResult(loss, layout.global_batch_size, self.last_step_seconds, norm)
+        return StepResult(
+            loss,
+            layout.global_batch_size,
+            self.last_step_seconds,
+            verdict.gradient_norm,
+            verdict.overflow,
+        )
 
-    def _update(self) -> float | None:
+    def _update(self) -> Verdict:
         self._progress.set("allreduce", None)
         with self._recorder.span("allreduce"):
             for pending in self._gradients.start_sums(self._transport):
@@ -285,7 +319,7 @@ class Trainer:
         if self.optimizer is not None:
             with self._recorder.span("optimizer"):
                 self._updating.apply(verdict)
-        return verdict.gradient_norm
+        return verdict
 
     def _prepare(self, inputs: Any, targets: Any) -> tuple[dict[str, Any], Layout]:
         named = self._graph.flatten_inputs(inputs)
@@ -305,7 +339,8 @@ class Trainer:
         batched = frozenset(spec.name for spec in self._graph.inputs if spec.batched)
         objective = None
         if self.topology.is_last:
-            objective = self._objectives.make(inputs, targets, layout, training)
+            scale = self.scaler.get_scale() if training and self.scaler is not None else 1.0
+            objective = self._objectives.make(inputs, targets, layout, training, scale)
         return Batch(placed, batched, objective)
 
     def _global_loss(self, batch: Batch) -> float:
