@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from dapple.errors import InputError
 from dapple.graph import LayerGraph
@@ -24,6 +23,13 @@ from dapple.runtime.gradients import GradientBuffers
 from dapple.runtime.layout import Layout
 from dapple.runtime.memory import MemoryMeter
 from dapple.runtime.objectives import Objectives
+from dapple.runtime.optimizers import (
+    OptimizerFactory,
+    Parameters,
+    SchedulerFactory,
+    make_optimizer,
+    make_scheduler,
+)
 from dapple.runtime.precision import Precision, PrecisionName
 from dapple.runtime.process import (
     default_device,
@@ -45,8 +51,6 @@ from dapple.runtime.weights import write_weights
 from dapple.runtime.wiring import check_model, connect, tied_ranks
 from dapple.schedule import Schedule, check_schedule, make_schedule
 
-OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-
 
 class Trainer:
     """Trains one rank's part of a captured model by a plan.
@@ -58,7 +62,9 @@ class Trainer:
     Args:
         graph: the captured model, with the same weights on every rank.
         plan: the plan; one process per device that it uses.
-        optimizer: makes the optimizer from this rank's parameters.
+        optimizer: makes the optimizer from this rank's parameters: a list that also knows their
+            names and makes groups of them, see `dapple.runtime.Parameters`.
+        scheduler: makes a learning-rate scheduler from that optimizer, stepped after each update.
         weight: w_i of a piece from its (inputs, targets), such as the number of unmasked tokens;
             by default its rows.
         clip_norm: clip the gradients to this norm over the whole model before each update; inf
@@ -86,6 +92,7 @@ class Trainer:
         plan: Plan,
         optimizer: OptimizerFactory,
         *,
+        scheduler: SchedulerFactory | None = None,
         weight: WeightFunction | None = None,
         clip_norm: float | None = None,
         norm_type: float = 2.0,
@@ -121,6 +128,7 @@ class Trainer:
             )
             for mode in (True, False)
         )
+        names = list(graph.parameters())
         self._release_other_stages()
         move_to(self.device, self._program.module, self._evaluation.module)
         # The two modes may compute other tensors, or the same ones under other names.
@@ -132,7 +140,8 @@ class Trainer:
         trainable = {n: p for n, p in self._program.module.named_parameters() if p.requires_grad}
         tied = tied_ranks(graph, self.topology, trainable)
         self._gradients = GradientBuffers(trainable, self.topology.ranks[self.topology.stage], tied)
-        self.optimizer = optimizer(list(trainable.values())) if trainable else None
+        self.optimizer = make_optimizer(optimizer, Parameters(trainable, names))
+        self.scheduler = make_scheduler(scheduler, self.optimizer)
         clipping = None
         if clip_norm is not None:
             counted = counted_here(self.topology, trainable, tied)
@@ -143,6 +152,7 @@ class Trainer:
         self._updating = Update(
             list(trainable.values()),
             self.optimizer,
+            self.scheduler,
             clipping,
             self.scaler,
             self._transport,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from dapple.runtime.clipping import Clipping
 from dapple.runtime.scaling import adapt, overflowed, unscale
@@ -32,6 +33,7 @@ class Update:
     Args:
         parameters: this rank's trainable ones.
         optimizer: theirs; None if there are none.
+        scheduler: of the optimizer's learning rate, stepped after each update.
         clipping: by the norm over the whole model; None: none.
         scaler: the scale that the loss had; None: none.
         transport: the network.
@@ -42,6 +44,7 @@ class Update:
         self,
         parameters: Sequence[nn.Parameter],
         optimizer: torch.optim.Optimizer | None,
+        scheduler: LRScheduler | None,
         clipping: Clipping | None,
         scaler: torch.amp.GradScaler | None,
         transport: Transport,
@@ -49,6 +52,7 @@ class Update:
     ) -> None:
         self._parameters = parameters
         self._optimizer = optimizer
+        self._scheduler = scheduler
         self._clipping = clipping
         self._scaler = scaler
         self._transport = transport
@@ -93,6 +97,8 @@ class Update:
             self._clipping.clip(verdict.gradient_norm)
         if self._optimizer is not None:
             self._optimizer.step()
+        if self._scheduler is not None:
+            self._scheduler.step()
 
     def _gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self._parameters if p.grad is not None]
