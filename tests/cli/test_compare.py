@@ -16,8 +16,8 @@ def test_the_table_has_every_planner_and_a_ratio_to_ours(profile_file):
     """Steps ascend; dapple's own ratio is 1."""
     shown = succeeds("compare", "--profile", profile_file, *OPTIONS)
     lines = [line.split() for line in shown.splitlines()]
-    names = [line[0] for line in lines if line and line[0] in {*PLANNERS, "dp-overlap"}]
-    assert set(names) == {*PLANNERS, "dp-overlap"}
+    names = [line[0] for line in lines if line and line[0] in {*PLANNERS, "dp-no-overlap"}]
+    assert set(names) == {*PLANNERS, "dp-no-overlap"}
     (own,) = [line for line in lines if line[:1] == ["dapple"]]
     assert "1.000" in own
     assert "network shared" in shown

@@ -1,4 +1,4 @@
-"""All planners side by side: exposed communication, overlapped data parallelism, refusals."""
+"""All planners side by side: exposed communication, DP without overlap, refusals."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 
 from dapple.cluster import Cluster, DeviceKind, Link, Machines
 from dapple.planner import PLANNERS, Compared, compare
-from dapple.planner.overlap import Overlapped, overlapped_data_parallel
-from dapple.planner.problem import Problem
 from dapple.records import LayerProfile, ModelProfile, TensorProfile
 from tests.planner.strategies import clusters, profiles
 
@@ -30,10 +28,10 @@ def _profile(parameters: int = 1000, saved: int = 0, moved: float = 1000.0) -> M
     return ModelProfile(model="two", device="d", batch_sizes=(1,), layers=layers, tensors=(tensor,))
 
 
-def _cluster(memory: int = 2**40) -> Cluster:
-    """Two devices, 1000 bytes a second and no latency."""
+def _cluster(memory: int = 2**40, bandwidth: float = 1000.0) -> Cluster:
+    """Two devices, by default 1000 bytes a second, and no latency."""
     kind = DeviceKind(name="slow", memory=memory)
-    machine = Machines(devices=2, kind=kind, inside=Link(bandwidth=1000.0))
+    machine = Machines(devices=2, kind=kind, inside=Link(bandwidth=bandwidth))
     return Cluster(name="pair", machines=(machine,))
 
 
@@ -42,9 +40,9 @@ def _rows(rows: tuple[Compared, ...]) -> dict[str, Compared]:
 
 
 def test_every_planner_has_its_row_best_first() -> None:
-    """And the figure of overlapped data parallelism."""
+    """And the figure of data parallelism without overlap."""
     rows = compare(_profile(), _cluster(), 2)
-    assert {row.planner for row in rows} == {*PLANNERS, "dp-overlap"}
+    assert {row.planner for row in rows} == {*PLANNERS, "dp-no-overlap"}
     steps = [row.step_seconds for row in rows if row.step_seconds is not None]
     assert len(steps) == len(rows)
     assert steps == sorted(steps)
@@ -62,21 +60,22 @@ def test_what_the_step_waits_for() -> None:
     assert rows["straight"].exposed_allreduce_seconds == 0
 
 
-def test_overlapped_data_parallelism_by_hand() -> None:
-    """Layer 1's gradients travel while layer 0 runs backward.
+def test_data_parallelism_with_and_without_overlap_by_hand() -> None:
+    """Two layers of 32 MiB, 32 MiB a second: layer 1's gradients travel while layer 0 runs backward.
 
     forward 2 s | backward l1 2 s | backward l0 2 s |
                                   | AllReduce l1 1 s | ... | AllReduce l0 1 s |
     """
-    found = overlapped_data_parallel(Problem(_profile(), _cluster(), 2, micro_batch_size=2))
-    assert isinstance(found, Overlapped)
-    assert found.compute_seconds == pytest.approx(6.0)
-    assert found.step_seconds == pytest.approx(7.0)
-    row = _rows(compare(_profile(), _cluster(), 2, micro_batch_size=2))["dp-overlap"]
-    assert row.exposed_allreduce_seconds == pytest.approx(1.0)
+    where = _cluster(bandwidth=32.0 * MIB)
+    rows = _rows(compare(_profile(parameters=32 * MIB), where, 2, micro_batch_size=2))
+    assert rows["dp"].step_seconds == pytest.approx(7.0)
+    assert rows["dp"].exposed_allreduce_seconds == pytest.approx(1.0)
+    row = rows["dp-no-overlap"]
+    assert row.step_seconds == pytest.approx(8.0)
+    assert row.exposed_allreduce_seconds == pytest.approx(2.0)
     assert row.plan is not None
     assert row.plan.predicted is not None
-    assert row.plan.predicted.bubble_fraction == pytest.approx(1 / 7)
+    assert row.plan.predicted.bubble_fraction == pytest.approx(2 / 8)
     assert row.note
 
 
@@ -85,7 +84,7 @@ def test_refused_planners_come_last_with_their_reason() -> None:
     rows = compare(_profile(parameters=10 * MIB, saved=MIB), _cluster(memory=60 * MIB), 4)
     refused = [row.planner for row in rows if row.plan is None]
     assert refused == [row.planner for row in rows[-len(refused) :]]
-    assert {"dp", "dp-overlap"} <= set(refused)
+    assert {"dp", "dp-no-overlap"} <= set(refused)
     reason = _rows(rows)["dp"].refused
     assert reason is not None
     assert "dp refused: needs" in reason
@@ -94,7 +93,7 @@ def test_refused_planners_come_last_with_their_reason() -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(profiles(max_layers=4), clusters(max_devices=3), st.integers(1, 8))
-def test_dapple_is_never_behind_and_overlap_never_behind_dp(
+def test_dapple_is_never_behind_and_overlap_never_costs(
     profile: ModelProfile, cluster: Cluster, batch: int
 ) -> None:
     """On small inputs every baseline is a candidate; exposed seconds lie within the step."""
@@ -105,8 +104,5 @@ def test_dapple_is_never_behind_and_overlap_never_behind_dp(
         row = rows[name]
         assert 0 <= row.exposed_allreduce_seconds <= step * (1 + 1e-9)
         assert 0 <= row.exposed_transfer_seconds <= step * (1 + 1e-9)
-        if name != "dp-overlap":
-            assert ours is not None
-            assert ours <= step * (1 + 1e-9)
-    if "dp" in steps:
-        assert steps["dp-overlap"] <= steps["dp"] * (1 + 1e-9)
+        assert ours is not None
+        assert ours <= step * (1 + 1e-9)

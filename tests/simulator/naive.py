@@ -127,8 +127,11 @@ def _start_updates(world: World, done: set, started: set, jobs: list[_Job]) -> N
     waits: dict[Rank, list[tuple[object, ...]]] = {
         rank: [("B", *rank, m) for m in range(world.total)] for rank in world.ranks
     }
-    for number, (stages, size) in enumerate(world.sums()):
+    last: list[tuple[object, ...]] = []
+    for number, (stages, size, layer, queued) in enumerate(world.sums()):
         members = world.members(stages)
+        for rank in members:
+            _start_completion(world, number, rank, layer * (len(stages) == 1), done, started, jobs)
         at = [world.machine(*rank) for rank in members]
         machines = list(dict.fromkeys(sorted(at)))
         most, count = max(map(at.count, at)), len(machines)
@@ -137,7 +140,8 @@ def _start_updates(world: World, done: set, started: set, jobs: list[_Job]) -> N
         for rank in members:
             waits[rank] += [first, *flows]
         if first not in started:
-            if all(("B", *rank, world.total - 1) in done for rank in members):
+            needs = [("complete", number, *rank) for rank in members] + last * queued
+            if all(need in done for need in needs):
                 time = 2 * (most - 1) * inside.latency
                 time += 2 * (most - 1) / most * size / inside.bandwidth
                 _launch(_Job(first, time), done, started, jobs)
@@ -147,10 +151,22 @@ def _start_updates(world: World, done: set, started: set, jobs: list[_Job]) -> N
                 job.cards = [("out", machines[k]), ("in", machines[(k + 1) % count])]
                 job.cap = outside.allreduce_bandwidth or outside.bandwidth
                 _launch(job, done, started, jobs)
+        last = [first, *flows]
     for rank, needs in waits.items():
         name = ("update", *rank)
         if name not in started and all(need in done for need in needs):
             _launch(_Job(name, world.optimizer_seconds(*rank)), done, started, jobs)
+
+
+def _start_completion(
+    world: World, number: int, rank: Rank, layer: int, done: set, started: set, jobs: list[_Job]
+) -> None:
+    """The last backward has begun: its gradients down to a layer take so much of it."""
+    name = ("complete", number, *rank)
+    if name not in started and ("B", *rank, world.total - 1) in started:
+        whole = world.compute_seconds("B", *rank, world.total - 1)
+        lead = world.lead(*rank, layer) if layer else 0.0
+        _launch(_Job(name, whole - lead), done, started, jobs)
 
 
 def _set_rates(world: World, flows: list[_Job]) -> None:

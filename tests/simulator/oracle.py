@@ -14,6 +14,9 @@ from dapple.records import ModelProfile, Plan
 
 Node = tuple[object, ...]
 
+BUCKET_BYTES, MOST_BUCKETS = 6, 3
+"""Small ones, so that small models have several; see the fixture of the same name."""
+
 
 class World:
     """A plan taken apart: who holds which rows, how long what takes, who sends what to whom."""
@@ -88,26 +91,45 @@ class World:
                 rows.append(("F", m + ahead))
         return rows
 
-    def sums(self) -> Iterator[tuple[list[int], int]]:
-        """Stages and bytes of each AllReduce."""
-        spread = []
+    def sums(self) -> Iterator[tuple[list[int], int, int, bool]]:
+        """Stages and bytes of each AllReduce, its lowest layer, and whether it queues (rule 7)."""
+        for s in self.stages:
+            if self.plan.stages[s].replicas > 1:
+                yield from self.buckets(s)
         for group in self.profile.tied:
             holders = [s for s in self.stages if any(self.holds(s, m.layer) for m in group.members)]
             if len(holders) > 1:
-                spread.append((holders, group.parameter_bytes))
-        for s in self.stages:
-            size = sum(
-                layer.parameter_bytes
-                for n, layer in enumerate(self.profile.layers)
-                if self.holds(s, n)
-            )
-            for group in self.profile.tied:
-                held = len({m.layer for m in group.members if self.holds(s, m.layer)})
-                alone = all(self.holds(s, m.layer) for m in group.members)
-                size -= group.parameter_bytes * ((held - 1) if alone else held)
-            if self.plan.stages[s].replicas > 1 and size > 0:
-                yield [s], size
-        yield from spread
+                yield holders, group.parameter_bytes, 0, False
+
+    def buckets(self, s: int) -> Iterator[tuple[list[int], int, int, bool]]:
+        own = {
+            n: layer.parameter_bytes
+            for n, layer in enumerate(self.profile.layers)
+            if self.holds(s, n)
+        }
+        for group in self.profile.tied:
+            layers = sorted({m.layer for m in group.members})
+            alone = all(self.holds(s, layer) for layer in layers)
+            for layer in layers:
+                if layer in own and not (alone and layer == layers[0]):
+                    own[layer] -= group.parameter_bytes
+        full = max(BUCKET_BYTES, sum(own.values()) / MOST_BUCKETS)
+        queued = False
+        waiting: list[int] = []
+        for layer in sorted(own, reverse=True):
+            if own[layer] > 0:
+                waiting.append(layer)
+            size = sum(own[n] for n in waiting)
+            if waiting and (size >= full or not any(own[n] > 0 for n in own if n < layer)):
+                yield [s], size, waiting[-1], queued
+                queued, waiting = True, []
+
+    def lead(self, s: int, r: int, layer: int) -> float:
+        """Seconds from a layer's last backward to the end of its stage's on a replica."""
+        later = self.profile.layers[self.plan.stages[s].start : layer]
+        speed = self.plan.cluster.kind_of_device()[self.device(s, r)].speed
+        rows = len(self.rows[s, r, self.total - 1])
+        return sum(n.backward_seconds[0] for n in later) * rows / speed
 
     def members(self, stages: list[int]) -> list[tuple[int, int]]:
         return [rank for rank in self.ranks if rank[0] in stages]
@@ -204,9 +226,15 @@ def _add_updates(world: World, edges: dict[Node, list[Node]], length: dict[Node,
     for s, r in world.ranks:
         edges["update", s, r] = [("B", s, r, m) for m in range(world.total)]
         length["update", s, r] = world.optimizer_seconds(s, r)
-    for number, (stages, size) in enumerate(world.sums()):
+    for number, (stages, size, layer, queued) in enumerate(world.sums()):
         members = world.members(stages)
-        edges["sum", number] = [("B", *rank, m) for rank in members for m in range(world.total)]
+        edges["sum", number] = [("sum", number - 1)] * queued
+        for rank in members:
+            # The gradients are there before the backward's end: a step back in time.
+            complete = ("complete", number, *rank)
+            edges[complete] = [("B", *rank, m) for m in range(world.total)]
+            length[complete] = -world.lead(*rank, layer) if len(stages) == 1 else 0.0
+            edges["sum", number].append(complete)
         length["sum", number] = _sum_alone(world, members, size)
         for rank in members:
             edges["update", *rank].append(("sum", number))

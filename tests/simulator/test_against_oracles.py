@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -14,10 +16,18 @@ from dapple.simulator import Trace, simulate, step_seconds
 from dapple.simulator.events import run_events
 from dapple.simulator.static import run_static
 from tests.simulator.naive import naive_step_seconds
-from tests.simulator.oracle import World, oracle_step_seconds
+from tests.simulator.oracle import BUCKET_BYTES, MOST_BUCKETS, World, oracle_step_seconds
 from tests.simulator.pipelines import random_plans
 
 Case = tuple[Plan, ModelProfile]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def several_buckets() -> Iterator[None]:
+    """Buckets so small that the gradients of a few layers fill several."""
+    small = {"BUCKET_BYTES": BUCKET_BYTES, "MOST_BUCKETS": MOST_BUCKETS}
+    with mock.patch.multiple("dapple.costs.model", **small):
+        yield
 
 
 @settings(max_examples=500)

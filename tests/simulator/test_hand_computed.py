@@ -291,3 +291,30 @@ def test_spans_can_be_left_out():
     bare = simulate(made, profile, spans=False)
     assert not bare.spans
     assert bare.step_seconds == simulate(made, profile).step_seconds
+
+
+def test_buckets_are_summed_while_the_last_backward_goes_on():
+    """Three layers of 32 MiB, two replicas, 16 MiB/s: a bucket each, 2 s each.
+
+    F 3 x 1 s, then B of 4, 1 and 1 s, the last layer first: complete at 7, 8 and 9. The first bucket
+    is summed from 7 to 9, the second from 9 to 11, the third to 13. After the backward: 9 + 6.
+    """
+    profile = chain([1, 1, 1], [1, 1, 4], parameter_bytes=32 * 2**20)
+    made = plan([2], 2, 1, cluster(2, bandwidth=16 * 2**20), cuts=[3], warmup=[1])
+    timeline = simulate(made, profile)
+    sums = [(s.start, s.end) for s in timeline.spans if s.kind == "allreduce" and s.rank == 0]
+    assert sums == [(7, 9), (9, 11), (11, 13)]
+    assert timeline.step_seconds == 13
+    model = CostModel(profile, made.cluster, overlap=False)
+    assert step_seconds(model, made.stages, 2, 1) == 15
+
+
+def test_a_bucket_waits_for_the_replica_that_is_behind():
+    """Three rows on two replicas: the one with two rows begins its backward at 4 and ends at 12.
+
+    Its last layer's gradients are there at 10, the other's earlier; 32 MiB take 2 s.
+    """
+    profile = chain([1, 1], [1, 3], parameter_bytes=32 * 2**20)
+    made = plan([2], 3, 1, cluster(2, bandwidth=16 * 2**20), cuts=[2], warmup=[1])
+    sums = [(s.start, s.end) for s in simulate(made, profile).spans if s.kind == "allreduce"]
+    assert sorted(set(sums)) == [(10, 12), (12, 14)]

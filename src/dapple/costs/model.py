@@ -12,6 +12,11 @@ from dapple.records import ModelProfile, StagePlan
 
 Range = tuple[int, int]
 
+BUCKET_BYTES = 25 * 2**20
+"""A stage's gradients are summed in buckets of at least so many bytes."""
+MOST_BUCKETS = 16
+"""No stage has more buckets; those of large stages are larger."""
+
 
 class Crossing(NamedTuple):
     """The tensors that one stage hands to a later one, as one message.
@@ -45,22 +50,31 @@ class CostModel:
         profile: the model's profile.
         cluster: the devices and links.
         network_model: "shared" or "paper"; None: the cluster's own.
+        overlap: a stage's AllReduce starts during its last backward, bucket by bucket (rule 7 of
+            docs/semantics.md). False: after it, as one, for comparison.
 
     Raises:
         InputError: the network model is unknown.
     """
 
     def __init__(
-        self, profile: ModelProfile, cluster: Cluster, network_model: str | None = None
+        self,
+        profile: ModelProfile,
+        cluster: Cluster,
+        network_model: str | None = None,
+        *,
+        overlap: bool = True,
     ) -> None:
         self.profile = profile
         self.cluster = cluster
+        self.overlap = overlap
         self.network = Network(cluster, network_model or cluster.network_model)
         self.speeds = tuple(kind.speed for kind in cluster.kind_of_device())
         self._layer_seconds: dict[float, tuple[list[float], list[float]]] = {}
         self._stage_seconds: dict[tuple[int, int, float], tuple[float, float]] = {}
         self._crossings: dict[tuple[Range, Range], Crossing | None] = {}
         self._parameters: dict[Range, int] = {}
+        self._buckets: dict[Range, tuple[tuple[int, int], ...]] = {}
         self._optimizer: dict[Range, float] = {}
 
     def stage_seconds(self, start: int, stop: int, rows: float) -> tuple[float, float]:
@@ -107,6 +121,43 @@ class CostModel:
                 found -= max(0, len(holders) - 1) * group.parameter_bytes
             self._parameters[start, stop] = found = max(0, found)
         return found
+
+    def buckets(self, start: int, stop: int) -> tuple[tuple[int, int], ...]:
+        """How the gradients that only a stage's own replicas add up are cut for their AllReduce.
+
+        Layers from the last to the first fill a bucket until it has its size: see rule 7.
+
+        Returns:
+            Per bucket its first layer and its bytes, in the order in which they are complete.
+        """
+        found = self._buckets.get((start, stop))
+        if found is None:
+            found = self._buckets[start, stop] = self._find_buckets(start, stop)
+        return found
+
+    def _find_buckets(self, start: int, stop: int) -> tuple[tuple[int, int], ...]:
+        sizes = [layer.parameter_bytes for layer in self.profile.layers[start:stop]]
+        for group in self.profile.tied:
+            holders = sorted({member.layer for member in group.members})
+            inside = [layer for layer in holders if start <= layer < stop]
+            # Complete at its first layer, the last in the backward; spread ones have their own sum.
+            for layer in inside[1:] if len(inside) == len(holders) else inside:
+                sizes[layer - start] = max(0, sizes[layer - start] - group.parameter_bytes)
+        total = sum(sizes)
+        if not self.overlap:
+            return ((start, total),) if total else ()
+        enough = max(BUCKET_BYTES, total / MOST_BUCKETS)
+        buckets, filled = [], 0
+        for layer in range(stop - 1, start - 1, -1):
+            filled += sizes[layer - start]
+            if filled >= enough:
+                buckets.append((layer, filled))
+                filled = 0
+        # The rest joins the last bucket's end: its first layer is the lowest that has parameters.
+        if filled:
+            lowest = next(layer for layer in range(start, stop) if sizes[layer - start])
+            buckets.append((lowest, filled))
+        return tuple(buckets)
 
     def saved_bytes(self, layer: int, rows: float) -> float | None:
         """Activations that a layer keeps for its backward; None: not measured."""

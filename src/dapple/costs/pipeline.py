@@ -32,17 +32,22 @@ class Channel(NamedTuple):
 
 
 class GradientSum(NamedTuple):
-    """One AllReduce: the gradients of a stage, or of a tied parameter of several stages.
+    """One AllReduce: a bucket of a stage's gradients, or a tied parameter of several stages.
 
     Attributes:
-        stages: its stages; it starts when the last backward of all their replicas has ended.
+        stages: its stages; it starts when its gradients are there on all their replicas.
         size: bytes of gradients.
         ring: what it costs.
+        leads: per unit of these stages, in order, the seconds of its last backward that are left
+            when the gradients are there; empty: none, the last backward has ended.
+        queued: it starts no earlier than the end of the one before it in `sums` (rule 7).
     """
 
     stages: tuple[int, ...]
     size: int
     ring: Ring
+    leads: tuple[float, ...] = ()
+    queued: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +134,7 @@ def pipeline_costs(
     forward, backward, again = _unit_seconds(model, stages, splits)
     device_of = tuple(device for stage in stages for device in stage.devices)
     channels = _channels(model, stages, splits, first)
-    sums = _gradient_sums(model, stages)
+    sums = _gradient_sums(model, stages, splits)
     messages = [route for channel in channels for route in _routes_in_use(channel)]
     rings = [route for part in sums for route in part.ring.between]
     return PipelineCosts(
@@ -249,9 +254,20 @@ def _message_bytes(
     return forward, tuple(crossing.backward_bytes(n) if n else None for n in counts)
 
 
-def _gradient_sums(model: CostModel, stages: Sequence[StagePlan]) -> tuple[GradientSum, ...]:
-    own = [model.parameter_bytes(stage.start, stage.stop) for stage in stages]
-    tied: list[GradientSum] = []
+def _gradient_sums(
+    model: CostModel, stages: Sequence[StagePlan], splits: list[list[tuple[int, ...]]]
+) -> tuple[GradientSum, ...]:
+    sums: list[GradientSum] = []
+    for number, (stage, split) in enumerate(zip(stages, splits, strict=True)):
+        if stage.replicas == 1:
+            continue
+        ring = model.network.ring(stage.devices)
+        for position, (first, size) in enumerate(model.buckets(stage.start, stage.stop)):
+            leads = tuple(
+                model.stage_seconds(stage.start, first, rows)[1] / model.speeds[device]
+                for rows, device in zip(split[-1], stage.devices, strict=True)
+            )
+            sums.append(GradientSum((number,), size, ring, leads, queued=position > 0))
     for group in model.profile.tied:
         layers = {member.layer for member in group.members}
         holders = tuple(
@@ -259,15 +275,7 @@ def _gradient_sums(model: CostModel, stages: Sequence[StagePlan]) -> tuple[Gradi
             for s, stage in enumerate(stages)
             if any(stage.start <= n < stage.stop for n in layers)
         )
-        if len(holders) < 2:
-            continue
-        for holder in holders:
-            own[holder] -= group.parameter_bytes
-        devices = sorted(device for s in holders for device in stages[s].devices)
-        tied.append(GradientSum(holders, group.parameter_bytes, model.network.ring(devices)))
-    alone = [
-        GradientSum((s,), own[s], model.network.ring(stage.devices))
-        for s, stage in enumerate(stages)
-        if stage.replicas > 1
-    ]
-    return tuple(part for part in [*alone, *tied] if part.size > 0)
+        if len(holders) > 1 and group.parameter_bytes > 0:
+            devices = sorted(device for s in holders for device in stages[s].devices)
+            sums.append(GradientSum(holders, group.parameter_bytes, model.network.ring(devices)))
+    return tuple(sums)

@@ -38,8 +38,9 @@ class _Colours:
 
     def __init__(self, costs: PipelineCosts) -> None:
         self.costs = costs
+        leads = _leads(costs)
         self.units = _numbered(
-            zip(costs.stage_of, costs.forward, costs.backward, costs.optimizer, strict=True)
+            zip(costs.stage_of, costs.forward, costs.backward, costs.optimizer, leads, strict=True)
         )
         self.kinds = _numbered(
             (*c.route[:2], *c.back[:2], c.forward_bytes, c.backward_bytes) for c in costs.channels
@@ -100,6 +101,17 @@ class _Colours:
         return users
 
 
+def _leads(costs: PipelineCosts) -> list[tuple[float, ...]]:
+    """Per unit, how long before its end each bucket of its gradients is complete."""
+    leads: list[tuple[float, ...]] = [() for _ in costs.stage_of]
+    for part in costs.sums:
+        if part.leads:
+            (stage,) = part.stages
+            for unit, lead in zip(costs.units_of[stage], part.leads, strict=True):
+                leads[unit] += (lead,)
+    return leads
+
+
 _WAYS = ("out", "in", "back out", "back in")
 
 
@@ -116,6 +128,7 @@ def _numbered(keys: Iterable[Hashable]) -> list[int]:
 
 def _merged(costs: PipelineCosts, colours: _Colours) -> PipelineCosts:
     firsts = _firsts(colours.units)
+    kept = set(firsts)
     position = {colours.units[unit]: number for number, unit in enumerate(firsts)}
     users = colours.card_users()
     first_card = {colours.cards[card]: card for card in reversed(list(colours.cards))}
@@ -138,10 +151,21 @@ def _merged(costs: PipelineCosts, colours: _Colours) -> PipelineCosts:
             back=route(old.back, "back ", colour),
         )
 
+    first_flows: dict[int, list[int]] = {}
+    for flow in _firsts(colours.flows):
+        first_flows.setdefault(colours.rings[flow][0], []).append(flow)
+
     def ring(number: int, old: Ring) -> Ring:
-        mine = [f for f in _firsts(colours.flows) if colours.rings[f][0] == number]
+        mine = first_flows.get(number, ())
         routes = (route(colours.rings[f][1], "ring ", colours.flows[f]) for f in mine)
         return old._replace(between=tuple(routes))
+
+    def part(number: int, old: GradientSum) -> GradientSum:
+        leads = old.leads
+        if leads:
+            units = costs.units_of[old.stages[0]]
+            leads = tuple(lead for unit, lead in zip(units, leads, strict=True) if unit in kept)
+        return old._replace(ring=ring(number, old.ring), leads=leads)
 
     stage_of = tuple(costs.stage_of[unit] for unit in firsts)
     return dataclasses.replace(
@@ -152,7 +176,7 @@ def _merged(costs: PipelineCosts, colours: _Colours) -> PipelineCosts:
             for s in range(costs.num_stages)
         ),
         channels=tuple(channel(number) for number in _firsts(colours.channels)),
-        sums=tuple(GradientSum(s, size, ring(n, r)) for n, (s, size, r) in enumerate(costs.sums)),
+        sums=tuple(part(number, old) for number, old in enumerate(costs.sums)),
         replica_of=_picked(costs.replica_of, firsts),
         device_of=_picked(costs.device_of, firsts),
         rows=_picked(costs.rows, firsts),

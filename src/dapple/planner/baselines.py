@@ -1,6 +1,6 @@
 """The planners to compare with: plans that people make by hand, and the published planners.
 
-    dp          one stage on every device; its AllReduce starts when the last backward has ended
+    dp          one stage on every device; gradients are added up during the last backward
     straight    one device per stage, cut evenly by time: the slowest stage is as fast as possible
     even        one device per stage, cut evenly by the number of layers
     gpipe       the straight pipeline with GPipe's schedule (Huang et al., NeurIPS 2019)

@@ -33,9 +33,8 @@ def layout_bounds(
         forward[:, column] = table.least_forward[stop] - table.least_forward[start]
         backward[:, column] = table.least_backward[stop] - table.least_backward[start]
         work[:, column] = table.work[stop] - table.work[start]
-        own = tables.own_parameter_bytes(start, stop)
-        reduce = np.where(own > 0, table.reduce_fixed + own * table.reduce_per_byte, 0.0)
-        after[:, column] = reduce + table.optimizer[stop] - table.optimizer[start]
+        exposed = tables.least_exposed(stage_devices, start, stop)
+        after[:, column] = exposed + table.optimizer[stop] - table.optimizer[start]
         if number:
             link = tables.least_link(devices[number - 1], stage_devices)
             forward[:, column - 1] = link.forward[start]

@@ -9,12 +9,15 @@ from typing import Any
 from dapple.cluster import Cluster
 from dapple.costs import CostModel
 from dapple.errors import MemoryPlanError
-from dapple.planner.overlap import overlapped_data_parallel
-from dapple.planner.problem import Problem
+from dapple.planner.baselines import data_parallel
+from dapple.planner.problem import Layout, Problem
 from dapple.planner.refusal import Refusal
 from dapple.planner.search import PLANNERS, search
 from dapple.records import ModelProfile, Plan
 from dapple.simulator import predict, step_seconds
+
+
+NO_OVERLAP = "dp-no-overlap"
 
 
 @dataclass(frozen=True)
@@ -64,8 +67,8 @@ def compare(
     """Every planner's best plan, the shortest step first, refused ones last.
 
     Each may choose its number of micro-batches and its warm-up; "gpipe" and "torchgpipe" run
-    GPipe's schedule, the others early backward. "dp-overlap" is a figure without a plan of its
-    own (`dapple.planner.overlap`).
+    GPipe's schedule, the others early backward. "dp-no-overlap" is what "dp" takes if gradients
+    are added up after the last backward, as one AllReduce (DAPPLE, section 6): a figure, no plan.
 
     Args:
         profile: the model's costs.
@@ -85,7 +88,7 @@ def compare(
     }
     rows = [_row(name, profile, cluster, global_batch_size, options) for name in PLANNERS]
     problem = Problem(profile, cluster, global_batch_size, **options)
-    rows.append(_overlap_row(problem))
+    rows.append(_no_overlap_row(problem))
     order = {row.planner: n for n, row in enumerate(rows)}
 
     def rank(row: Compared) -> tuple[float, int]:
@@ -130,24 +133,44 @@ def _seconds(plan: Plan, profile: ModelProfile) -> float:
     )
 
 
-def _overlap_row(problem: Problem) -> Compared:
-    found = overlapped_data_parallel(problem)
-    if isinstance(found, Refusal):
-        return Compared("dp-overlap", refused=str(found))
-    stages = problem.fit(found.layout, "dp-overlap")
-    assert not isinstance(stages, Refusal), "it was looked at for its memory before"
-    plan = problem.plan(found.layout, stages, "dp-overlap")
-    apart, step = predict(plan, problem.profile), found.step_seconds
-    busy = (1 - apart.bubble_fraction) * apart.step_seconds
+def _no_overlap_row(problem: Problem) -> Compared:
+    found = [
+        without_overlap(problem, layout)
+        for count in problem.micro_batch_counts
+        for layout in data_parallel(problem, count)
+    ]
+    fitting = [(seconds, n) for n, (seconds, _) in enumerate(found) if seconds is not None]
+    if not fitting:
+        reasons = [fit for _, fit in found if isinstance(fit, Refusal)]
+        return Compared(NO_OVERLAP, refused=str(min(reasons, key=lambda r: r.excess)))
+    seconds, number = min(fitting)
+    plan = found[number][1]
+    assert isinstance(plan, Plan)
+    predicted = predict(plan, problem.profile)
+    busy = (1 - predicted.bubble_fraction) * predicted.step_seconds
     figures = {
-        "step_seconds": step,
-        "samples_per_second": plan.global_batch_size / step if step > 0 else 0.0,
-        "bubble_fraction": 1 - busy / step if step > 0 else 0.0,
+        "step_seconds": seconds,
+        "samples_per_second": plan.global_batch_size / seconds if seconds > 0 else 0.0,
+        "bubble_fraction": 1 - busy / seconds if seconds > 0 else 0.0,
     }
-    predicted = apart.model_copy(update=figures)
+    (freed, _) = _freed(problem.profile)
     return Compared(
-        "dp-overlap",
-        plan.model_copy(update={"predicted": predicted}),
-        exposed_allreduce_seconds=found.step_seconds - found.compute_seconds,
-        note="best case in closed form; the runtime starts a stage's AllReduce after its backwards",
+        NO_OVERLAP,
+        plan.model_copy(update={"predicted": predicted.model_copy(update=figures)}),
+        exposed_allreduce_seconds=max(0.0, seconds - _seconds(plan, freed)),
+        note="a figure: the runtime adds gradients up during the last backward",
     )
+
+
+def without_overlap(
+    problem: Problem, layout: Layout
+) -> tuple[float, Plan] | tuple[None, Refusal]:
+    """The step of a layout whose AllReduces start after the last backward, and its plan."""
+    stages = problem.fit(layout, NO_OVERLAP)
+    if isinstance(stages, Refusal):
+        return None, stages
+    network = problem.model.network.model
+    model = CostModel(problem.profile, problem.cluster, network, overlap=False)
+    batch, count = problem.global_batch_size, layout.micro_batches
+    seconds = step_seconds(model, stages, batch, count, problem.schedule)
+    return seconds, problem.plan(layout, stages, NO_OVERLAP)

@@ -34,6 +34,7 @@ class Demand:
         tables: for parameters and their AllReduce.
         widths: shape (R,), devices of a stage.
         both, forward, work: shape (R, N + 1), prefix sums of F + B, F, and the whole step.
+        last_backward: shape (R, N + 1), prefix sums of the most that the last B takes.
         held: shape (R, N + 1), prefix sums of bytes that a stage must hold.
         memory: bytes of the largest device.
         ring_fixed, ring_rate: shape (R,), AllReduce seconds, and seconds per byte.
@@ -48,6 +49,7 @@ class Demand:
     both: Floats
     forward: Floats
     work: Floats
+    last_backward: Floats
     held: Floats
     memory: int
     ring_fixed: Floats
@@ -75,6 +77,7 @@ class Demand:
             both=both,
             forward=forward,
             work=np.array([share.work for share in found]) / speed,
+            last_backward=np.array([share.last_backward for share in found]) / speed,
             held=np.array([held + tables.saved_prefix(share.first_rows) for share in found]),
             memory=max(k.memory for k in kinds) if problem.memory_is_known else 2**62,
             ring_fixed=np.array([min(fixed for fixed, _ in options) for options in rings]),
@@ -164,10 +167,19 @@ class Demand:
         return np.concatenate([[0.0], np.cumsum(least)])
 
     def _after(self, start: int, longest: int) -> Floats:
-        """AllReduce and optimizer of stages of 1 to `longest` layers; shape (R, longest)."""
+        """AllReduce behind the last backward, and optimizer, of stages of 1 to `longest` layers.
+
+        Returns:
+            Shape (R, longest). See `exposed_seconds`, of which this is one row for all shares.
+        """
         stops = np.arange(start + 1, start + 1 + longest)
         own = np.maximum(self.tables.own_parameter_bytes(np.full_like(stops, start), stops), 0.0)
-        reduce = self.ring_fixed[:, None] * (own > 0) + self.ring_rate[:, None] * own
+        fixed, rate = self.ring_fixed[:, None], self.ring_rate[:, None]
+        last = self.last_backward[:, start : stops[-1] + 1] - self.last_backward[:, start, None]
+        whole = np.where(own > 0, fixed + rate * own - last[:, 1:], 0.0)
+        untied = self.tables.untied_prefix[stops] - self.tables.untied_prefix[start]
+        late = np.where(untied > 0, rate * untied - last[:, :-1], -np.inf)
+        exposed = np.maximum(whole, fixed + np.maximum.accumulate(late, axis=1))
         update = self.tables.optimizer_prefix[stops] - self.tables.optimizer_prefix[start]
-        after: Floats = reduce + np.maximum(update, 0.0) / self.speed
+        after: Floats = np.maximum(exposed, 0.0) + np.maximum(update, 0.0) / self.speed
         return after

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from dapple.planner.exposed import bucketed_seconds
 from dapple.planner.problem import Layout, Problem
 
 
@@ -54,7 +55,7 @@ def estimate_seconds(
 
 
 def stage_loads(problem: Problem, layout: Layout) -> list[float]:
-    """Seconds that each stage, or the transfer into it, is busy in a step, AllReduce included."""
+    """Seconds that each stage, or the transfer into it, is busy, exposed AllReduce included."""
     *_, work, after = _stage_times(problem, layout)
     own = [w + a for w, a in zip(work[0::2], after[0::2], strict=True)]
     into = [0.0, *work[1::2]]
@@ -82,7 +83,8 @@ def _stage_times(
         forward.append(float(table.likely_forward[stop] - table.likely_forward[start]))
         backward.append(float(table.likely_backward[stop] - table.likely_backward[start]))
         work.append(float(table.work[stop] - table.work[start]))
-        size = problem.model.parameter_bytes(start, stop)
-        optimizer = float(table.optimizer[stop] - table.optimizer[start])
-        after.append(table.reduce_seconds(size) + optimizer)
+        buckets = problem.model.buckets(start, stop)
+        ring = table.reduce_fixed, table.reduce_per_byte
+        exposed = bucketed_seconds(buckets, table.likely_backward, start, *ring)
+        after.append(exposed + float(table.optimizer[stop] - table.optimizer[start]))
     return forward, backward, work, after

@@ -45,7 +45,8 @@ class Frame:
         links: senders and receivers of one transfer of each kind. The stage before is taken to
             be as wide as the one behind.
         reduce_kind: shape (q + 1, R): index into `reduces`.
-        reduces: AllReduce seconds whatever the bytes, and for each byte.
+        reduces: the kind of stage whose backward may hide it, AllReduce seconds whatever the
+            bytes, and for each byte.
     """
 
     order: Devices
@@ -57,7 +58,7 @@ class Frame:
     link: Ints
     links: tuple[tuple[Devices, Devices], ...]
     reduce_kind: Ints
-    reduces: tuple[tuple[float, float], ...]
+    reduces: tuple[tuple[int, float, float], ...]
 
     def devices(self, start: int, stop: int) -> Devices:
         """The devices between two positions, ascending."""
@@ -112,7 +113,7 @@ def make_frame(cluster: Cluster, symmetry: Symmetry, order: Devices, step: int) 
     kind, link, reduce = (np.full(shape, -1) for _ in range(3))
     stages: dict[Hashable, Devices] = {}
     links: dict[Hashable, tuple[Devices, Devices]] = {}
-    reduces: dict[tuple[float, float], None] = {}
+    reduces: dict[tuple[int, float, float], None] = {}
     index: dict[Hashable, int] = {}
     period = symmetry.period if order == tuple(range(len(order))) else 0
     alike: dict[Hashable, tuple[int, int, int]] = {}
@@ -127,13 +128,14 @@ def make_frame(cluster: Cluster, symmetry: Symmetry, order: Devices, step: int) 
             devices, before = tuple(sorted(order[begin:end])), tuple(sorted(order[first:begin]))
             stage_key = symmetry.stage_key(devices)
             stages.setdefault(stage_key, devices)
-            cost = symmetry.reduce_cost(devices)
+            number = index.setdefault(("stage", stage_key), len(stages) - 1)
+            cost = (number, *symmetry.reduce_cost(devices))
             reduces.setdefault(cost)
             link_key = symmetry.link_key(before, devices) if start else None
             if link_key:
                 links.setdefault(link_key, (before, devices))
             alike[place] = (
-                index.setdefault(("stage", stage_key), len(stages) - 1),
+                number,
                 index.setdefault(("reduce", cost), len(reduces) - 1),
                 index.setdefault(("link", link_key), len(links) - 1) if link_key else -1,
             )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dapple.planner.exposed import exposed_seconds
 from dapple.planner.frame import Frame
 from dapple.planner.problem import Problem
 from dapple.planner.tables import CostTables, Ints
@@ -24,7 +25,8 @@ class Grid:
             layers marks[i]..marks[j], infinite where they do not fit or j <= i.
         backward: shape (kinds, n + 1, n + 1): the backward part.
         link_forward, link_backward: shape (links, n + 1): seconds of a transfer.
-        after: shape (reduces, n + 1, n + 1): AllReduce and optimizer seconds.
+        after: shape (reduces, n + 1, n + 1): seconds from the last backward's end to the update's,
+            of stages of each kind and ring.
         micro_batches: M.
     """
 
@@ -96,9 +98,14 @@ def make_grid(
     for number in used[used >= 0]:
         link = tables.link(*frame.links[number])
         forward_links[number], backward_links[number] = link.forward[marks], link.backward[marks]
-    size = _differences(tables.parameter_prefix, marks)
     update = _differences(tables.optimizer_prefix, marks)
-    reduces = [fixed * (size > 0) + rate * size for fixed, rate in frame.reduces]
+    exposed = np.zeros((len(frame.reduces), len(marks), len(marks)))
+    used = np.unique(frame.reduce_kind[:, options])
+    for number in used[used >= 0]:
+        kind, fixed, rate = frame.reduces[number]
+        if fixed or rate:
+            last = tables.stage(frame.stages[kind]).likely_backward
+            exposed[number] = exposed_seconds(tables.parameter_prefix, last, fixed, rate, marks)
     return Grid(
         frame=frame,
         options=options,
@@ -107,7 +114,7 @@ def make_grid(
         backward=backward,
         link_forward=forward_links,
         link_backward=backward_links,
-        after=np.array(reduces) + update,
+        after=exposed + update,
         micro_batches=micro_batches,
     )
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from dapple.cluster import Link
 from dapple.costs import split_rows
+from dapple.planner.exposed import exposed_seconds
 from dapple.planner.problem import Problem
 from dapple.planner.shares import Share, shares
 from dapple.planner.tables import CostTables, Ints
@@ -139,14 +140,20 @@ def _least_bytes(problem: Problem, tables: CostTables, rows: int) -> Floats:
 
 
 def _after(problem: Problem, tables: CostTables, found: Sequence[Share], speed: float) -> Floats:
-    """AllReduce and optimizer, shape (R, N + 1, N + 1)."""
+    """AllReduce behind the last backward, and optimizer, shape (R, N + 1, N + 1)."""
     layers = np.arange(problem.num_layers + 1)
     own = np.maximum(tables.own_parameter_bytes(layers[:, None], layers[None, :]), 0.0)
     update = np.maximum(_differences(tables.optimizer_prefix), 0.0) / speed
     costs = []
     for share in found:
-        rings = [fixed + rate * own for fixed, rate in least_rings(problem, share.width)]
-        costs.append(np.where(own > 0, np.minimum.reduce(rings), 0.0) + update)
+        last = share.last_backward / speed
+        options = []
+        for fixed, rate in least_rings(problem, share.width):
+            whole = np.where(own > 0, fixed + rate * own - _differences(last), 0.0)
+            options.append(
+                np.maximum(whole, exposed_seconds(tables.untied_prefix, last, fixed, rate))
+            )
+        costs.append(np.maximum(np.minimum.reduce(options), 0.0) + update)
     return np.array(costs)
 
 

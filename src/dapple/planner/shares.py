@@ -29,6 +29,7 @@ class Share:
         forward: of the first micro-batch.
         backward: of the last micro-batch.
         work: of the whole step.
+        last_backward: of the last micro-batch at most.
     """
 
     width: int
@@ -38,6 +39,7 @@ class Share:
     forward: Floats
     backward: Floats
     work: Floats
+    last_backward: Floats
 
 
 def shares(problem: Problem, low: int, high: int, most: int) -> list[Share]:
@@ -75,7 +77,7 @@ def _single_shares(problem: Problem, micro_batches: int) -> list[Share]:
         forward, backward = tables.layer_seconds(first)
         forward_last, backward_last = tables.layer_seconds(last)
         work = tables.num_first * (forward + backward) + num_last * (forward_last + backward_last)
-        found.append(Share(width, width, first, last, forward, backward_last, work))
+        found.append(Share(width, width, first, last, forward, backward_last, work, backward_last))
     return found
 
 
@@ -94,6 +96,7 @@ def _range_share(tables: CostTables, batch: int, low: int, width: int, rows: int
         _prefix(seconds[rows][0]),
         _prefix(np.minimum.reduce([seconds[n][1] for n in others])),
         _prefix(np.maximum(fewest, share)),
+        _prefix(np.maximum.reduce([seconds[n][1] for n in others])),
     )
 
 
@@ -122,6 +125,7 @@ def _least(group: Sequence[Share]) -> Share:
         layers([share.forward for share in group]),
         layers([share.backward for share in group]),
         layers([share.work for share in group]),
+        _prefix(np.maximum.reduce([np.diff(share.last_backward) for share in group])),
     )
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dapple.costs import Network, split_rows
+from dapple.planner.exposed import exposed_alone, exposed_seconds
 from dapple.planner.symmetry import Symmetry
 from dapple.planner.traffic import (
     CutBytes,
@@ -34,6 +35,9 @@ from dapple.records import ModelProfile
 Ints = NDArray[np.int64]
 Shares = tuple[tuple[float, int, int], ...]
 
+_FEW_LAYERS = 64
+"""Up to so many layers, what AllReduces expose is worked out for all pairs of cuts at once."""
+
 
 @dataclass(frozen=True)
 class StageTable:
@@ -42,6 +46,7 @@ class StageTable:
     Attributes:
         least_forward: of the first (largest) micro-batch, on the quickest replica that has rows.
         least_backward: of the last (smallest) micro-batch, likewise.
+        most_backward: of the last micro-batch, no replica takes longer for any layer.
         likely_forward, likely_backward: of the first micro-batch on the slowest replica.
         work: forwards and backwards of all micro-batches on the busiest replica.
         optimizer: update of the parameters on the slowest device.
@@ -51,16 +56,13 @@ class StageTable:
 
     least_forward: Floats
     least_backward: Floats
+    most_backward: Floats
     likely_forward: Floats
     likely_backward: Floats
     work: Floats
     optimizer: Floats
     reduce_fixed: float
     reduce_per_byte: float
-
-    def reduce_seconds(self, size: float) -> float:
-        """Seconds of an AllReduce of so many bytes."""
-        return self.reduce_fixed + size * self.reduce_per_byte if size > 0 else 0.0
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,7 @@ class CostTables:
         self._stages: dict[Devices, StageTable] = {}
         self._links: dict[Hashable, LinkTable] = {}
         self._least_links: dict[Hashable, LeastLink] = {}
+        self._exposed: dict[Devices, Floats] = {}
 
     @cached_property
     def certain_bytes(self) -> CutBytes:
@@ -153,6 +156,15 @@ class CostTables:
     def parameter_prefix(self) -> Floats:
         """Parameter bytes of the layers before each cut, tied ones counted at every holder."""
         return _prefix([layer.parameter_bytes for layer in self.profile.layers])
+
+    @cached_property
+    def untied_prefix(self) -> Floats:
+        """Parameter bytes before each cut that only the layer's own stage adds up, wherever cut."""
+        sizes = [layer.parameter_bytes for layer in self.profile.layers]
+        for group in self.profile.tied:
+            for layer in {member.layer for member in group.members}:
+                sizes[layer] = max(0, sizes[layer] - group.parameter_bytes)
+        return _prefix(sizes)
 
     @cached_property
     def optimizer_prefix(self) -> Floats:
@@ -228,6 +240,25 @@ class CostTables:
             found = self._least_links[key] = self._make_least_link(senders, receivers)
         return found
 
+    def least_exposed(self, devices: Devices, start: Ints, stop: Ints) -> Floats:
+        """Least seconds of AllReduce after the last backward of stages start..stop, shape (P,)."""
+        table = self.stage(devices)
+        ring = table.reduce_fixed, table.reduce_per_byte
+        if not any(ring):
+            return np.zeros(len(start))
+        own = self.own_parameter_bytes(start, stop)
+        whole = ring[0] + own * ring[1] - (table.most_backward[stop] - table.most_backward[start])
+        whole = np.where(own > 0, whole, 0.0)
+        if self.profile.num_layers > _FEW_LAYERS:
+            ends = [
+                exposed_alone(self.untied_prefix[a : b + 1], table.most_backward[a : b + 1], *ring)
+                for a, b in zip(start.tolist(), stop.tolist(), strict=True)
+            ]
+            return np.maximum(whole, ends)
+        if devices not in self._exposed:
+            self._exposed[devices] = exposed_seconds(self.untied_prefix, table.most_backward, *ring)
+        return np.maximum(whole, self._exposed[devices][start, stop])
+
     def own_parameter_bytes(self, start: Ints, stop: Ints) -> Floats:
         """Bytes of the gradients that only the stage's own replicas add up.
 
@@ -274,6 +305,7 @@ class CostTables:
         shape = self.profile.num_layers + 1
         least = [np.full(shape, np.inf) for _ in range(2)]
         likely = [np.zeros(shape) for _ in range(3)]
+        most = np.zeros(self.profile.num_layers)
         for speed, first, last in shares:
             forward, backward = (seconds / speed for seconds in self.layer_seconds(first))
             forward_last, backward_last = (s / speed for s in self.layer_seconds(last))
@@ -283,8 +315,11 @@ class CostTables:
             ]
             least[0] = np.minimum(least[0], forward) if first else least[0]
             least[1] = np.minimum(least[1], backward_last) if last else least[1]
+            most = np.maximum(most, np.diff(backward_last))
         names = ("least_forward", "least_backward", "likely_forward", "likely_backward", "work")
-        found = self._seconds[shares] = dict(zip(names, [*least, *likely], strict=True))
+        found = dict(zip(names, [*least, *likely], strict=True))
+        found["most_backward"] = _prefix(most)
+        self._seconds[shares] = found
         return found
 
     def _make_least_link(self, senders: Devices, receivers: Devices) -> LeastLink:

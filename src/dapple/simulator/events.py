@@ -134,9 +134,13 @@ class _Engine:
         ]
         self.lanes: list[_Lane] = []
         self.connect()
-        # Per stage its units that still compute; per AllReduce its stages that still do.
-        self.computing = [len(units) for units in costs.units_of]
-        self.waiting = [len(part.stages) for part in costs.sums]
+        # Per AllReduce the units whose last backward has not begun; one for a queue's predecessor.
+        self.waiting = [
+            sum(len(costs.units_of[stage]) for stage in part.stages) + part.queued
+            for part in costs.sums
+        ]
+        self.sums_of = _sums_of_units(costs)
+        self.flowing = [len(part.ring.between) for part in costs.sums]
         self.sums_start = [0.0] * len(costs.sums)
         self.sums_end = [0.0] * len(costs.sums)
 
@@ -185,15 +189,12 @@ class _Engine:
     # Starting in the middle: forget what ends later, and take up what was under way.
 
     def resume(self, now: float) -> None:
-        finished = []
         for unit in self.units:
             self.resume_unit(now, unit)
             if len(unit.returned) == self.total:
-                finished.append((unit.returned[-1], unit.stage))
+                self.last_backward(unit, unit.returned[-1])
         for lane in self.lanes:
             self.resume_lane(now, lane)
-        for time, stage in sorted(finished):
-            self.stage_done(time, stage)
 
     def resume_unit(self, now: float, unit: _Unit) -> None:
         next_end = {True: now, False: now}
@@ -208,6 +209,8 @@ class _Engine:
         if end - self.seconds(unit, action) < now:
             unit.busy = True
             self.at(end, self.forward_ended if action >= 0 else self.backward_ended, unit)
+            if action < 0 and len(unit.returned) == self.total - 1:
+                self.last_backward(unit, end)
 
     def resume_lane(self, now: float, lane: _Lane) -> None:
         messages = lane.messages
@@ -250,7 +253,10 @@ class _Engine:
         if forward:
             self.at(now + unit.forward[size], self.forward_ended, unit)
         else:
-            self.at(now + unit.backward[size], self.backward_ended, unit)
+            end = now + unit.backward[size]
+            self.at(end, self.backward_ended, unit)
+            if len(unit.returned) == self.total - 1:
+                self.last_backward(unit, end)
 
     def forward_ended(self, now: float, unit: _Unit) -> None:
         unit.busy = False
@@ -272,8 +278,6 @@ class _Engine:
             self.try_send(now, lane)
         for lane in unit.gradients_in:
             self.try_send(now, lane)
-        if len(unit.returned) == self.total:
-            self.stage_done(now, unit.stage)
         self.try_compute(now, unit)
 
     # Transfers: rules 3, 4 and 5.
@@ -323,20 +327,23 @@ class _Engine:
 
     # AllReduces: rule 7.
 
-    def stage_done(self, now: float, stage: int) -> None:
-        self.computing[stage] -= 1
-        if self.computing[stage]:
-            return
-        for number, part in enumerate(self.costs.sums):
-            if stage in part.stages:
-                self.waiting[number] -= 1
-                if not self.waiting[number]:
-                    self.sums_start[number] = now
-                    self.at(now + part.ring.inside_seconds(part.size), self.inside_done, number)
+    def last_backward(self, unit: _Unit, end: float) -> None:
+        """A unit's last backward has begun: its gradients are complete `lead` before its end."""
+        for number, lead in self.sums_of[unit.number]:
+            self.sum_waits(number, end - lead)
+
+    def sum_waits(self, number: int, until: float) -> None:
+        """One of the things that an AllReduce waits for is known to happen at `until`."""
+        start = self.sums_start[number] = max(self.sums_start[number], until)
+        self.waiting[number] -= 1
+        if not self.waiting[number]:
+            part = self.costs.sums[number]
+            self.at(start + part.ring.inside_seconds(part.size), self.inside_done, number)
 
     def inside_done(self, now: float, number: int) -> None:
         part = self.costs.sums[number]
-        self.sums_end[number] = now
+        if not part.ring.between:
+            self.sum_done(now, number)
         size = part.size * part.ring.between_factor
         for route in part.ring.between:
             cards = _shared_cards(route, self.costs.contended)
@@ -347,7 +354,25 @@ class _Engine:
                 self.at(now + route.seconds(size), self.sum_flow_done, number)
 
     def sum_flow_done(self, now: float, number: int) -> None:
-        self.sums_end[number] = max(self.sums_end[number], now)
+        self.flowing[number] -= 1
+        if not self.flowing[number]:
+            self.sum_done(now, number)
+
+    def sum_done(self, now: float, number: int) -> None:
+        self.sums_end[number] = now
+        following = number + 1
+        if following < len(self.costs.sums) and self.costs.sums[following].queued:
+            self.sum_waits(following, now)
+
+
+def _sums_of_units(costs: PipelineCosts) -> list[list[tuple[int, float]]]:
+    """Per unit the AllReduces that it takes part in, each with the unit's lead."""
+    sums: list[list[tuple[int, float]]] = [[] for _ in costs.stage_of]
+    for number, part in enumerate(costs.sums):
+        units = [unit for stage in part.stages for unit in costs.units_of[stage]]
+        for unit, lead in zip(units, part.leads or (0.0,) * len(units), strict=True):
+            sums[unit].append((number, lead))
+    return sums
 
 
 def _shared_cards(route: Route, contended: Iterable[int]) -> tuple[tuple[int, int], ...]:

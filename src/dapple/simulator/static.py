@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dapple.costs import PipelineCosts, Route
-from dapple.simulator.trace import Message, Order, Trace, deadlock
+from dapple.simulator.trace import Message, Order, Trace, complete_at, deadlock
 
 
 def run_static(costs: PipelineCosts, orders: Sequence[Order], windows: Sequence[int]) -> Trace:
@@ -41,8 +41,9 @@ def run_static(costs: PipelineCosts, orders: Sequence[Order], windows: Sequence[
             stuck = next(unit for unit in units if unit.position < unit.length)
             raise deadlock(costs, stuck.number, stuck.order[stuck.position])
     for part in costs.sums:
-        members = (unit for stage in part.stages for unit in costs.units_of[stage])
-        start = max(trace.backward_end[unit][-1] for unit in members)
+        start = complete_at(costs, part, trace.backward_end)
+        if part.queued:
+            start = max(start, trace.sums[-1][1])
         trace.sums.append((start, start + part.ring.seconds(part.size)))
     trace.finish(costs)
     return trace

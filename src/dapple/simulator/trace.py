@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dapple.costs import PipelineCosts
+from dapple.costs import GradientSum, PipelineCosts
 from dapple.errors import ScheduleError
 
 Order = tuple[int, ...]
@@ -55,6 +56,15 @@ class Trace:
                 for unit in costs.units_of[stage]:
                     ready[unit] = max(ready[unit], end)
         self.ends = [time + costs.optimizer[unit] for unit, time in enumerate(ready)]
+
+
+def complete_at(
+    costs: PipelineCosts, part: GradientSum, backward_end: Sequence[Sequence[float]]
+) -> float:
+    """When the gradients of an AllReduce are there on all units that take part."""
+    units = [unit for stage in part.stages for unit in costs.units_of[stage]]
+    leads = part.leads or (0.0,) * len(units)
+    return max(backward_end[u][-1] - lead for u, lead in zip(units, leads, strict=True))
 
 
 def deadlock(costs: PipelineCosts, unit: int, action: int) -> ScheduleError:
