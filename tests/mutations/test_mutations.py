@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from dapple.runtime import exchange, trainer
+from dapple.runtime import exchange, objectives, trainer
 from dapple.runtime.batch import Objective
 from dapple.runtime.gradients import GradientBuffers
 from dapple.runtime.layout import Layout
@@ -29,12 +29,12 @@ SKIP = Run("skip", (2, 1, 3), 4, 13, optimizer="sgd", split="early")
 
 def drop_the_weight(patch: Patch) -> None:
     """Every piece counts the same: a mean of means."""
-    original = trainer.piece_weights
+    original = objectives.piece_weights
 
     def equal(*arguments: Any) -> dict[int, float]:
         return {m: float(w > 0) for m, w in original(*arguments).items()}
 
-    patch.setattr(trainer, "piece_weights", equal)
+    patch.setattr(objectives, "piece_weights", equal)
 
 
 def do_not_scale_the_loss(patch: Patch) -> None:

@@ -11,7 +11,7 @@ need.
 
 from dapple.costs.interpolation import bytes_at, seconds_at
 from dapple.costs.memory import StageMemory, stage_memory
-from dapple.costs.model import CostModel, Crossing, recomputed_ranges
+from dapple.costs.model import CostModel, Crossing, bucket_bytes, recomputed_ranges
 from dapple.costs.network import NO_CARD, Network, Ring, Route
 from dapple.costs.pipeline import Channel, GradientSum, PipelineCosts, pipeline_costs
 from dapple.costs.rows import overlaps, split_rows
@@ -28,6 +28,7 @@ __all__ = [
     "Ring",
     "Route",
     "StageMemory",
+    "bucket_bytes",
     "bytes_at",
     "merge_equal_replicas",
     "overlaps",

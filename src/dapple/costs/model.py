@@ -18,6 +18,11 @@ MOST_BUCKETS = 16
 """No stage has more buckets; those of large stages are larger."""
 
 
+def bucket_bytes(total: int) -> float:
+    """Bytes that fill a bucket of a stage with so many bytes of gradients (rule 7)."""
+    return max(BUCKET_BYTES, total / MOST_BUCKETS)
+
+
 class Crossing(NamedTuple):
     """The tensors that one stage hands to a later one, as one message.
 
@@ -146,7 +151,7 @@ class CostModel:
         total = sum(sizes)
         if not self.overlap:
             return ((start, total),) if total else ()
-        enough = max(BUCKET_BYTES, total / MOST_BUCKETS)
+        enough = bucket_bytes(total)
         buckets, filled = [], 0
         for layer in range(stop - 1, start - 1, -1):
             filled += sizes[layer - start]

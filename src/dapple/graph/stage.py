@@ -30,6 +30,7 @@ class StageProgram:
         has_results: it is the last stage and returns the model's outputs.
         is_random: it draws random numbers (dropout).
         writes_buffers: it writes into buffers (running statistics).
+        parameter_order: names of its parameters and buffers, by their first use in the forward.
     """
 
     module: fx.GraphModule
@@ -39,6 +40,7 @@ class StageProgram:
     has_results: bool
     is_random: bool
     writes_buffers: bool
+    parameter_order: tuple[str, ...]
 
     def __call__(
         self, rows: int, inputs: Mapping[str, Any], received: Mapping[str, torch.Tensor]
@@ -134,7 +136,14 @@ class _StageBuilder:
             has_results=last,
             is_random=any(is_random(n) for n in nodes),
             writes_buffers=program.writes_buffers(self.start, self.stop),
+            parameter_order=self._parameter_order(),
         )
+
+    def _parameter_order(self) -> tuple[str, ...]:
+        place = {node: number for number, node in enumerate(self.graph.nodes)}
+        own = [node for node in self.graph.nodes if node.op == "get_attr"]
+        own.sort(key=lambda node: min((place[user] for user in node.users), default=0))
+        return tuple(dict.fromkeys(str(node.target) for node in own))
 
     def _closure(self, wanted: list[fx.Node]) -> set[fx.Node]:
         """What the stage needs: its own nodes, values recomputed here, parameters, inputs."""

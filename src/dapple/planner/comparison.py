@@ -16,7 +16,6 @@ from dapple.planner.search import PLANNERS, search
 from dapple.records import ModelProfile, Plan
 from dapple.simulator import predict, step_seconds
 
-
 NO_OVERLAP = "dp-no-overlap"
 
 
@@ -162,9 +161,7 @@ def _no_overlap_row(problem: Problem) -> Compared:
     )
 
 
-def without_overlap(
-    problem: Problem, layout: Layout
-) -> tuple[float, Plan] | tuple[None, Refusal]:
+def without_overlap(problem: Problem, layout: Layout) -> tuple[float, Plan] | tuple[None, Refusal]:
     """The step of a layout whose AllReduces start after the last backward, and its plan."""
     stages = problem.fit(layout, NO_OVERLAP)
     if isinstance(stages, Refusal):

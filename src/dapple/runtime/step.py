@@ -33,6 +33,7 @@ class TrainingStep:
         progress: where the last action is noted.
         recorder: where spans are noted.
         seeded: (micro-batch, first row) -> random numbers for that piece's forward.
+        sums: what to do at the begin and end of the last micro-batch's backward.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class TrainingStep:
         progress: ActionLog,
         recorder: Recorder,
         seeded: Callable[[int, int], AbstractContextManager[None]],
+        sums: AbstractContextManager[object],
     ) -> None:
         self._layout = layout
         self._actions = schedule.actions[layout.topology.stage]
@@ -54,6 +56,7 @@ class TrainingStep:
         self._progress = progress
         self._recorder = recorder
         self._seeded = seeded
+        self._sums = sums
         self._exchange = Exchange(
             transport, layout, boundaries, device, self._window + RECEIVE_AHEAD
         )
@@ -74,6 +77,9 @@ class TrainingStep:
         for action in self._actions:
             if action.kind == "F":
                 self._forward(action, batch)
+            elif self._backwards_done == len(self._actions) // 2 - 1:
+                with self._sums:
+                    self._backward(action)
             else:
                 self._backward(action)
             self._peak_live_bytes = max(self._peak_live_bytes, self._exchange.live_bytes)

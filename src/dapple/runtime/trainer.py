@@ -6,7 +6,7 @@ import functools
 import os
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +139,12 @@ class Trainer:
         self._transport = transport or connect(graph, self.topology)
         trainable = {n: p for n, p in self._program.module.named_parameters() if p.requires_grad}
         tied = tied_ranks(graph, self.topology, trainable)
-        self._gradients = GradientBuffers(trainable, self.topology.ranks[self.topology.stage], tied)
+        used = [name for name in self._program.parameter_order if name in trainable]
+        self._gradients = GradientBuffers(
+            {name: trainable[name] for name in (*used, *trainable)},
+            self.topology.ranks[self.topology.stage],
+            tied,
+        )
         self.optimizer = make_optimizer(optimizer, Parameters(trainable, names))
         self.scheduler = make_scheduler(scheduler, self.optimizer)
         clipping = None
@@ -300,6 +305,7 @@ class Trainer:
             self._progress,
             self._recorder,
             functools.partial(self._seeded, self._steps),
+            self._gradients.summing(self._transport) if update else nullcontext(),
         )
         with self._precision.step():
             step.run(batch)
@@ -321,9 +327,7 @@ class Trainer:
     def _update(self) -> Verdict:
         self._progress.set("allreduce", None)
         with self._recorder.span("allreduce"):
-            for pending in self._gradients.start_sums(self._transport):
-                pending.wait()
-            self._gradients.detach_missing()
+            self._gradients.wait()
             verdict = self._updating.agree()
         self._progress.set("optimizer", None)
         if self.optimizer is not None:
