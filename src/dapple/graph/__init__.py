@@ -3,6 +3,7 @@
 from dapple.graph.capture import capture
 from dapple.graph.layers import InputSpec, LayerGraph
 from dapple.graph.program import BoundaryTensor
+from dapple.graph.results import OutputSpec
 from dapple.graph.stage import StageProgram
 
-__all__ = ["BoundaryTensor", "InputSpec", "LayerGraph", "StageProgram", "capture"]
+__all__ = ["BoundaryTensor", "InputSpec", "LayerGraph", "OutputSpec", "StageProgram", "capture"]

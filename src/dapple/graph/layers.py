@@ -16,6 +16,7 @@ from dapple.errors import CaptureError, InputError
 from dapple.graph.dtypes import dtypes_under
 from dapple.graph.nodes import attribute
 from dapple.graph.program import BoundaryTensor, Program
+from dapple.graph.results import OutputSpec, output_specs
 from dapple.graph.stage import StageProgram, build_stage
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
@@ -188,6 +189,10 @@ class LayerGraph:
     def unflatten_outputs(self, flat: Sequence[Any], training: bool = True) -> Any:
         """The model's own output structure from a stage's flat results."""
         return pytree.tree_unflatten(list(flat), self._output_specs[training])
+
+    def output_specs(self, training: bool = True) -> tuple[OutputSpec, ...]:
+        """The values that the model returns, flat, in order."""
+        return output_specs(self._program(training))
 
     def loss_of(self, output: Any, targets: Any) -> torch.Tensor:
         """The loss of one piece: by the loss function, or out of the model's own output.

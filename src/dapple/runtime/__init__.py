@@ -1,8 +1,8 @@
 """The pipeline runtime: trains a captured model by a plan, one process per device."""
 
 from dapple.runtime.optimizers import Parameters
-from dapple.runtime.results import StepResult
+from dapple.runtime.results import Evaluation, StepResult
 from dapple.runtime.topology import Topology
 from dapple.runtime.trainer import Trainer
 
-__all__ = ["Parameters", "StepResult", "Topology", "Trainer"]
+__all__ = ["Evaluation", "Parameters", "StepResult", "Topology", "Trainer"]

@@ -12,13 +12,15 @@ from torch.utils import _pytree as pytree
 
 from dapple.errors import InputError
 from dapple.runtime.layout import Layout
+from dapple.runtime.metrics import MetricSums
+from dapple.runtime.prediction import Outputs
 
 WeightFunction = Callable[[Any, Any], float]
 Probe = Callable[[slice, Sequence[Any], Any, torch.Tensor], None]
 LossOfResults = Callable[[tuple[Any, ...], Any], torch.Tensor]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Batch:
     """The global batch of a step.
 
@@ -26,11 +28,13 @@ class Batch:
         inputs: the model's inputs by name, all rows, on this rank's device.
         batched: names of those that have rows.
         objective: computes the loss of this rank's pieces; None where no loss is computed.
+        outputs: collects the model's outputs of this rank's pieces; None where nobody wants them.
     """
 
     inputs: dict[str, Any]
     batched: frozenset[str]
-    objective: Objective | None
+    objective: Objective | None = None
+    outputs: Outputs | None = None
 
     def rows(self, rows: slice) -> dict[str, Any]:
         """The inputs of one piece."""
@@ -48,6 +52,7 @@ class Objective:
         ready: waits until `total` is complete.
         probe: is shown one piece's (rows, results, targets, loss), to check the loss function.
         scale: what the loss is multiplied by before the backward, against underflow in fp16.
+        metrics: takes further numbers of each piece; None: there are none.
     """
 
     def __init__(
@@ -59,6 +64,7 @@ class Objective:
         ready: Callable[[], object],
         probe: Probe | None = None,
         scale: float = 1.0,
+        metrics: MetricSums | None = None,
     ) -> None:
         self._loss_of = loss_of
         self._targets_of = targets_of
@@ -68,6 +74,7 @@ class Objective:
         self._probe = probe
         self._scale = scale
         self._share = torch.zeros_like(total)
+        self.metrics = metrics
 
     def loss(self, micro_batch: int, rows: slice, results: tuple[Any, ...]) -> torch.Tensor | None:
         """The scaled loss of a piece, to start its backward from; None if it has no weight."""
@@ -85,6 +92,8 @@ class Objective:
             loss = loss.float()  # shares of it would be rounded to three digits
         weighted = loss * (weight / self._total).to(loss.dtype)
         self._share += weighted.detach()
+        if self.metrics is not None:
+            self.metrics.add(results, targets, weight / float(self._total))
         return weighted * self._scale if self._scale != 1 else weighted
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from dapple.runtime.batch import (
     rows_of,
 )
 from dapple.runtime.layout import Layout
+from dapple.runtime.metrics import Metric, MetricSums
 from dapple.runtime.precision import Precision
 from dapple.runtime.process import random_state_kept
 from dapple.runtime.transport import Transport
@@ -36,6 +37,7 @@ class Objectives:
         transport: the network.
         ranks: those that compute the loss.
         precision: in which it is computed.
+        metrics: computed beside the loss where asked for.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Objectives:
         transport: Transport,
         ranks: tuple[int, ...],
         precision: Precision,
+        metrics: Mapping[str, Metric],
     ) -> None:
         self._graph = graph
         self._weight = weight
@@ -53,10 +56,18 @@ class Objectives:
         self._transport = transport
         self._ranks = ranks
         self._precision = precision
+        self._metrics = metrics
         self._loss_is_known = graph.loss is None
 
     def make(
-        self, inputs: Any, targets: Any, layout: Layout, training: bool, scale: float = 1.0
+        self,
+        inputs: Any,
+        targets: Any,
+        layout: Layout,
+        *,
+        training: bool,
+        scale: float = 1.0,
+        metrics: bool = False,
     ) -> Objective:
         """The objective of one global batch; starts adding up its weights.
 
@@ -66,6 +77,7 @@ class Objectives:
             layout: the rows of the step.
             training: or evaluation.
             scale: of the loss in the backward.
+            metrics: compute them too.
         """
 
         def targets_of(where: slice) -> Any:
@@ -82,7 +94,11 @@ class Objectives:
             self._loss_is_known = True
             probe = self._probe(loss_of, inputs_of, targets)
         ready = functools.cache(pending.wait)
-        return Objective(loss_of, targets_of, weights, total, ready, probe, scale)
+        sums = None
+        if metrics and self._metrics:
+            output_of = functools.partial(self._graph.unflatten_outputs, training=training)
+            sums = MetricSums(self._metrics, output_of)
+        return Objective(loss_of, targets_of, weights, total, ready, probe, scale, sums)
 
     def _loss_of(self, training: bool, results: tuple[Any, ...], targets: Any) -> torch.Tensor:
         with self._precision.forward():

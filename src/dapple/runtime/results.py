@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,7 @@ class StepResult:
             `clip_norm`, and in a step that only accumulates.
         skipped: gradients overflowed on some rank, so that no rank updated its parameters; only
             with a gradient scaler.
+        metrics: the user's own, weighted means over the global batch; empty unless asked for.
     """
 
     loss: float
@@ -24,3 +26,24 @@ class StepResult:
     seconds: float
     gradient_norm: float | None = None
     skipped: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Evaluation(float):
+    """The loss of a global batch, a number, with the metrics beside it.
+
+    Attributes:
+        metrics: the user's own, weighted means over the global batch, by name.
+    """
+
+    metrics: Mapping[str, float]
+
+    def __new__(cls, loss: float, metrics: Mapping[str, float] | None = None) -> Evaluation:
+        """A loss with metrics."""
+        made = super().__new__(cls, loss)
+        made.metrics = metrics or {}
+        return made
+
+    def __getnewargs__(self) -> tuple[float, Mapping[str, float]]:  # type: ignore[override]
+        """For copies in other processes."""
+        return float(self), self.metrics

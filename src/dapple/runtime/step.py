@@ -164,6 +164,8 @@ class EvaluationStep:
             )
             if batch.objective is not None:
                 batch.objective.loss(micro_batch, where, results)
+            if batch.outputs is not None:
+                batch.outputs.add(where, results)
             self._exchange.send_outputs(micro_batch, made)
             if position >= 1:
                 self._exchange.release_outputs(active[position - 1])

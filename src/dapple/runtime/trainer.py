@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,12 @@ from dapple.graph import LayerGraph
 from dapple.records import Plan, Timeline
 from dapple.runtime.batch import Batch, WeightFunction, check_targets
 from dapple.runtime.clipping import Clipping, counted_here
+from dapple.runtime.evaluation import Evaluator
 from dapple.runtime.exchange import Boundaries
 from dapple.runtime.gradients import GradientBuffers
 from dapple.runtime.layout import Layout
 from dapple.runtime.memory import MemoryMeter
+from dapple.runtime.metrics import Metric
 from dapple.runtime.objectives import Objectives
 from dapple.runtime.optimizers import (
     OptimizerFactory,
@@ -31,18 +34,18 @@ from dapple.runtime.optimizers import (
     make_scheduler,
 )
 from dapple.runtime.precision import Precision, PrecisionName
+from dapple.runtime.prediction import Outputs
 from dapple.runtime.process import (
     default_device,
     ensure_process_group,
     mixed_seed,
     move_to,
     random_state_kept,
-    values_kept,
 )
 from dapple.runtime.recorder import Recorder
-from dapple.runtime.results import StepResult
+from dapple.runtime.results import Evaluation, StepResult
 from dapple.runtime.stage import StageRunner
-from dapple.runtime.step import EvaluationStep, TrainingStep
+from dapple.runtime.step import TrainingStep
 from dapple.runtime.topology import Topology
 from dapple.runtime.transport import Transport
 from dapple.runtime.update import Update, Verdict
@@ -67,6 +70,8 @@ class Trainer:
         scheduler: makes a learning-rate scheduler from that optimizer, stepped after each update.
         weight: w_i of a piece from its (inputs, targets), such as the number of unmasked tokens;
             by default its rows.
+        metrics: further numbers to compute beside the loss, (output, targets) of a piece -> number,
+            by name. Over a batch each is the mean over pieces by their weights, like the loss.
         clip_norm: clip the gradients to this norm over the whole model before each update; inf
             only measures it.
         norm_type: the p of that norm, any number above 0, or inf.
@@ -94,6 +99,7 @@ class Trainer:
         *,
         scheduler: SchedulerFactory | None = None,
         weight: WeightFunction | None = None,
+        metrics: Mapping[str, Metric] | None = None,
         clip_norm: float | None = None,
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
@@ -118,6 +124,7 @@ class Trainer:
         self._schedule_for(plan.num_micro_batches)
         self._graph = graph
         self._plan = plan
+        self._metrics = dict(metrics or {})
         self._seed = seed
         self._steps = 0
         stage = self.topology.stage_plan
@@ -131,11 +138,7 @@ class Trainer:
         names = list(graph.parameters())
         self._release_other_stages()
         move_to(self.device, self._program.module, self._evaluation.module)
-        # The two modes may compute other tensors, or the same ones under other names.
-        self._boundaries, self._evaluation_boundaries = (
-            Boundaries(self.topology, program.reads, program.makes)
-            for program in (self._program, self._evaluation)
-        )
+        self._boundaries = Boundaries(self.topology, self._program.reads, self._program.makes)
         self._transport = transport or connect(graph, self.topology)
         trainable = {n: p for n, p in self._program.module.named_parameters() if p.requires_grad}
         tied = tied_ranks(graph, self.topology, trainable)
@@ -170,6 +173,15 @@ class Trainer:
             self._transport,
             self.topology.ranks[-1],
             self._precision,
+            self._metrics,
+        )
+        self._evaluator = Evaluator(
+            self._evaluation,
+            self.topology,
+            self._transport,
+            self._precision,
+            self.device,
+            self._progress,
         )
         self._runner = StageRunner(self._program)
         self._recorder = Recorder(
@@ -192,7 +204,9 @@ class Trainer:
         """This rank."""
         return self.topology.rank
 
-    def step(self, inputs: Any, targets: Any = None, *, update: bool = True) -> StepResult:
+    def step(
+        self, inputs: Any, targets: Any = None, *, update: bool = True, metrics: bool = False
+    ) -> StepResult:
         """Train on one global batch.
 
         Args:
@@ -200,6 +214,7 @@ class Trainer:
             targets: tensors with all rows; read on the ranks of the last stage.
             update: sum gradients and update parameters. False: only accumulate; the next call with
                 True updates with the sum of both batches' gradients.
+            metrics: compute the trainer's metrics too, on the outputs in training mode.
 
         Raises:
             InputError: the batch does not fit the captured model.
@@ -207,10 +222,10 @@ class Trainer:
         named, layout = self._prepare(inputs, targets)
         with self._watch.guard():
             self._check_same_batch(layout)
-            return self._step(named, layout, inputs, targets, update)
+            return self._step(named, layout, inputs, targets, update, metrics)
 
-    def evaluate(self, inputs: Any, targets: Any = None) -> float:
-        """The loss on one global batch in evaluation mode; changes nothing.
+    def evaluate(self, inputs: Any, targets: Any = None) -> Evaluation:
+        """The loss on one global batch in evaluation mode, and the metrics; changes nothing.
 
         Args:
             inputs: as for `step`.
@@ -219,20 +234,36 @@ class Trainer:
         named, layout = self._prepare(inputs, targets)
         with self._watch.guard():
             self._check_same_batch(layout)
-            batch = self._batch(named, inputs, targets, layout, training=False)
-            step = EvaluationStep(
-                self._transport,
-                layout,
-                StageRunner(self._evaluation),
-                self._evaluation_boundaries,
-                self.device,
-                self._progress,
-            )
-            written = self._evaluation.module.buffers() if self._evaluation.writes_buffers else ()
-            kept = random_state_kept(self.device), values_kept(written)
-            with kept[0], kept[1], self._precision.step():
-                step.run(batch)
-            return self._global_loss(batch)
+            batch = self._batch(named)
+            if self.topology.is_last:
+                batch.objective = self._objectives.make(
+                    inputs, targets, layout, training=False, metrics=True
+                )
+            self._evaluator.run(batch, layout)
+            return Evaluation(*self._global_loss(batch))
+
+    def predict(self, inputs: Any) -> Any:
+        """The model's output for one global batch in evaluation mode, the same on every rank.
+
+        Rows are in the order of the inputs. A value without rows, such as a mean, is averaged over
+        the pieces of the batch by their rows. Changes nothing.
+
+        Args:
+            inputs: as for `step`.
+
+        Raises:
+            InputError: the rows of some output do not lie in one dimension.
+        """
+        named, layout = self._prepare(inputs, None)
+        outputs = Outputs(self._graph.output_specs(training=False), layout.global_batch_size)
+        with self._watch.guard():
+            self._check_same_batch(layout)
+            batch = self._batch(named)
+            batch.outputs = outputs if self.topology.is_last else None
+            self._evaluator.run(batch, layout)
+            self._progress.set("allreduce", None)
+            whole = outputs.whole(self._transport, self.device)
+            return self._graph.unflatten_outputs(whole, training=False)
 
     def measure_memory(self) -> MemoryMeter:
         """A meter for the next steps: `with trainer.measure_memory() as meter: ...`."""
@@ -287,14 +318,25 @@ class Trainer:
             write_weights(self.state_dict(), Path(path), self.rank)
 
     def _step(
-        self, named: dict[str, Any], layout: Layout, inputs: Any, targets: Any, update: bool
+        self,
+        named: dict[str, Any],
+        layout: Layout,
+        inputs: Any,
+        targets: Any,
+        update: bool,
+        metrics: bool,
     ) -> StepResult:
         begin = time.perf_counter()
         self._recorder.start()
         self._gradients.attach()
         if self._fresh:
             self._gradients.zero()
-        batch = self._batch(named, inputs, targets, layout, training=True)
+        batch = self._batch(named)
+        if self.topology.is_last:
+            scale = 1.0 if self.scaler is None else self.scaler.get_scale()
+            batch.objective = self._objectives.make(
+                inputs, targets, layout, training=True, scale=scale, metrics=metrics
+            )
         step = TrainingStep(
             self._transport,
             layout,
@@ -312,7 +354,7 @@ class Trainer:
         self.peak_boundary_bytes = step.peak_boundary_bytes
         self._fresh = update
         verdict = self._update() if update else Verdict()
-        loss = self._global_loss(batch)
+        loss, found = self._global_loss(batch, metrics)
         self._steps += 1
         self.last_step_seconds = time.perf_counter() - begin
         self._last_micro_batches = layout.num_micro_batches
@@ -322,6 +364,7 @@ class Trainer:
             self.last_step_seconds,
             verdict.gradient_norm,
             verdict.overflow,
+            found,
         )
 
     def _update(self) -> Verdict:
@@ -341,9 +384,7 @@ class Trainer:
         check_targets(targets, layout.global_batch_size)
         return named, layout
 
-    def _batch(
-        self, named: dict[str, Any], inputs: Any, targets: Any, layout: Layout, training: bool
-    ) -> Batch:
+    def _batch(self, named: dict[str, Any]) -> Batch:
         wanted = set(self._program.reads_inputs) | set(self._evaluation.reads_inputs)
         placed = {
             name: value.to(self.device) if isinstance(value, torch.Tensor) else value
@@ -351,22 +392,23 @@ class Trainer:
             if name in wanted
         }
         batched = frozenset(spec.name for spec in self._graph.inputs if spec.batched)
-        objective = None
-        if self.topology.is_last:
-            scale = self.scaler.get_scale() if training and self.scaler is not None else 1.0
-            objective = self._objectives.make(inputs, targets, layout, training, scale)
-        return Batch(placed, batched, objective)
+        return Batch(placed, batched)
 
-    def _global_loss(self, batch: Batch) -> float:
-        # (share of the loss, pieces with weight): ranks without the loss add zeros.
+    def _global_loss(self, batch: Batch, metrics: bool = True) -> tuple[float, dict[str, float]]:
+        # (share of the loss, pieces with weight, metrics): ranks without the loss add zeros.
         self._progress.set("allreduce", None)
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        names = list(self._metrics) if metrics else []
+        sums = torch.zeros(2 + len(names), dtype=torch.float64)
         if batch.objective is not None:
             sums[0] = batch.objective.share()
             sums[1] = float(batch.objective.has_weight)
+            if batch.objective.metrics is not None:
+                shares = batch.objective.metrics.shares
+                sums[2:] = torch.tensor([shares[name] for name in names], dtype=torch.float64)
+        sums = sums.to(self.device)
         self._transport.sum(sums, tuple(range(self._transport.world_size))).wait()
-        loss, pieces = sums.tolist()
-        return loss if pieces else float("nan")
+        loss, _, *found = (v if sums[1] else math.nan for v in sums.tolist())
+        return loss, dict(zip(names, found, strict=True))
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 - one trainer lives as long as its process
     def _schedule_for(self, num_micro_batches: int) -> Schedule:
