@@ -15,6 +15,7 @@ from dapple.costs import (
     bytes_at,
     overlaps,
     pipeline_costs,
+    recomputed_ranges,
     seconds_at,
     split_rows,
 )
@@ -129,10 +130,20 @@ def test_proportional_shares_give_a_faster_replica_more_rows():
 
 
 def test_recomputed_ranges_add_their_forward_to_the_backward():
-    """Layers of 1 and 2 s forward; the second is recomputed."""
-    stage = StagePlan(start=0, stop=2, devices=(0,), recompute=((1, 2),))
-    costs = pipeline_costs(CostModel(chain([1, 2], [3, 4]), cluster(1)), [stage], 1, 1)
-    assert (costs.backward, costs.recompute) == (((9,),), ((2,),))
+    """Layers of 1, 2 and 4 s forward; the second is recomputed."""
+    stage = StagePlan(start=0, stop=3, devices=(0,), recompute=((1, 2),))
+    costs = pipeline_costs(CostModel(chain([1, 2, 4], [3, 4, 5]), cluster(1)), [stage], 1, 1)
+    assert (costs.backward, costs.recompute) == (((14,),), ((2,),))
+
+
+def test_the_models_last_layer_is_never_recomputed():
+    """The loss keeps what it needs of it, whatever the plan says."""
+    stage = StagePlan(start=0, stop=3, devices=(0,), recompute=True)
+    assert recomputed_ranges(stage, 3) == ((0, 2),)
+    assert recomputed_ranges(stage, 4) == ((0, 3),)
+    assert recomputed_ranges(stage.model_copy(update={"recompute": ((1, 2), (2, 3))}), 3) == (
+        (1, 2),
+    )
 
 
 @pytest.mark.parametrize("ranges", [((0, 3),), ((1, 1),), ((1, 2), (0, 1)), ((-1, 1),)])

@@ -66,10 +66,20 @@ def test_without_saved_bytes_memory_is_unknown():
 
 def test_recompute_keeps_the_inputs_and_one_micro_batch():
     """Whole stage: no activations per micro-batch in flight, one in full."""
-    stages = (STAGES[0], STAGES[1].model_copy(update={"recompute": True}))
+    stages = tuple(
+        StagePlan(start=s, stop=s + 1 + (s == 1), devices=(s,), recompute=s == 1) for s in (0, 1)
+    )
     memory = stage_memory(MODEL, stages, 1, 7, 3)
     assert memory is not None
     assert (memory.activations, memory.received_inputs) == (7 * 200, 4 * 7 * 10)
+
+
+def test_recompute_keeps_the_models_last_layer():
+    """Of the last stage's two layers the second stays, and so does the tensor between them."""
+    stages = (STAGES[0], STAGES[1].model_copy(update={"recompute": True}))
+    memory = stage_memory(MODEL, stages, 1, 7, 3)
+    assert memory is not None
+    assert memory.activations == 3 * 7 * (100 + 10) + 7 * 100
 
 
 def test_recomputed_ranges_keep_the_tensors_between_them():

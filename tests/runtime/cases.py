@@ -34,6 +34,7 @@ class Run:
         optimizer: a key of `OPTIMIZERS`.
         schedule: the plan's schedule.
         split, policy: how the layers are cut and how deep stages warm up, see `make_plan`.
+        shares: per stage the shares of its replicas in the rows; None: even.
     """
 
     model: str
@@ -45,6 +46,7 @@ class Run:
     schedule: str = "early-backward"
     split: str = "even"
     policy: str = "A"
+    shares: tuple[tuple[float, ...] | None, ...] = ()
 
     @property
     def all_rows(self) -> tuple[int, ...]:
@@ -168,6 +170,7 @@ def make_plan(
     schedule: str = "early-backward",
     split: str = "even",
     policy: str = "A",
+    shares: Sequence[tuple[float, ...] | None] = (),
     **changes: Any,
 ) -> Plan:
     """A plan for stages with these replica counts.
@@ -176,6 +179,7 @@ def make_plan(
         split: "even": stages of as many layers each. "early": two layers, then one each, and all
             the rest, so that the skip of the skip net passes over a stage in the middle.
         policy: of warm-up, see `warmup_counts`.
+        shares: of each stage's replicas in the rows; none: even.
     """
     devices = sum(replicas)
     stages, first = [], 0
@@ -190,6 +194,7 @@ def make_plan(
                 stop=cuts[s + 1],
                 devices=tuple(range(first, first + count)),
                 warmup=warmup[s],
+                rows=shares[s] if shares else None,
             )
         )
         first += count
@@ -248,6 +253,7 @@ def make_trainer(graph: Any, run: Run, **trainer_arguments: Any) -> Trainer:
             run.schedule,
             run.split,
             run.policy,
+            run.shares,
         ),
         OPTIMIZERS[run.optimizer],
         weight=EXAMPLES[run.model].weight,

@@ -59,8 +59,10 @@ def test_hooks_on_what_a_stage_receives_fire_once_per_micro_batch(
     fired: list[str] = []
     forward = StageRunner.forward
 
-    def hooked(self: StageRunner, number: int, rows: int, inputs: Any, received: Any) -> Any:
-        result = forward(self, number, rows, inputs, received)
+    def hooked(
+        self: StageRunner, number: int, rows: int, inputs: Any, received: Any, seed: Any
+    ) -> Any:
+        result = forward(self, number, rows, inputs, received, seed)
         for name, value in received.items():
             value.register_hook(lambda gradient, name=name: fired.append(name))
         return result

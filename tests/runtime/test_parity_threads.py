@@ -6,6 +6,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from dapple.runtime.layout import Layout
+from dapple.runtime.topology import Topology
 from tests.runtime import cases
 from tests.runtime.cases import Run
 from tests.runtime.threads import OwnCopy, run_threads
@@ -30,6 +32,31 @@ def error(run: Run) -> float:
 def test_parameters_and_losses_equal_one_process(name: str, replicas: tuple[int, ...]) -> None:
     """Parameters after three steps and every loss equal one process on the whole batch."""
     assert error(Run(name, replicas, 5, 13)) < cases.TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["gpt", "skip"])
+@pytest.mark.parametrize(
+    "shares",
+    [((3.0, 1.0), (1.0, 1.0, 2.0)), ((1.0, 0.0), None), ((0.0, 1.0), (0.0, 1.0, 0.2))],
+    ids=str,
+)
+def test_proportional_rows_equal_one_process(
+    name: str, shares: tuple[tuple[float, ...] | None, ...]
+) -> None:
+    """Shares of replicas that do not divide the rows, also zero, which leaves a replica idle."""
+    run = Run(name, (2, 3), 4, 13, (13, 5, 30), split="early", shares=shares)
+    assert error(run) < cases.TOLERANCE
+
+
+def test_rows_follow_the_shares() -> None:
+    """Replicas of shares 3 : 1 work on six and two of eight rows of each micro-batch."""
+    graph = cases.build("mlp")
+    plan = cases.make_plan(graph, (2,), 16, 2, shares=((3.0, 1.0),))
+    layouts = [Layout(Topology.of(plan, rank, 2), 16) for rank in range(2)]
+    assert [[layout.slice(m) for m in (0, 1)] for layout in layouts] == [
+        [slice(0, 6), slice(8, 14)],
+        [slice(6, 8), slice(14, 16)],
+    ]
 
 
 @settings(max_examples=40)

@@ -35,18 +35,31 @@ def test_a_world_size_that_is_not_the_plans() -> None:
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        (with_stage(plan_for((1, 1)), recompute=True), r"recompute \(stage 0\)"),
-        (with_stage(plan_for((2, 1)), rows=(3.0, 1.0)), r"proportional rows \(stage 0\)"),
         (with_stage(plan_for((2, 1)), shard="optimizer"), r'shard "optimizer" \(stage 0\)'),
         (plan_for((1, 1), virtual=2), "virtual stages"),
         (plan_for((1, 1), simulate_only=("half a device",)), "half a device"),
     ],
-    ids=["recompute", "rows", "shard", "virtual", "named"],
+    ids=["shard", "virtual", "named"],
 )
 def test_a_plan_that_is_for_simulation_only(plan: Plan, words: str) -> None:
     """Each thing that can't be executed yet is refused by name."""
     with pytest.raises(PlanError, match=f"can't execute {words} yet, .* make a plan without it"):
         Topology.of(plan, 0, plan.num_devices)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"recompute": ((2, 9),)}, "recompute names layers 2..9 in a stage of layers 0..3"),
+        ({"rows": (0.0, 0.0)}, r"rows \[0.0, 0.0\] cannot be shares of replicas"),
+        ({"rows": (-1.0, 2.0)}, r"rows \[-1.0, 2.0\] cannot be shares of replicas"),
+    ],
+    ids=["recompute", "no rows", "negative rows"],
+)
+def test_a_stage_that_makes_no_sense(change: dict[str, Any], words: str) -> None:
+    """Ranges outside of the stage and impossible shares are refused at start."""
+    with pytest.raises(PlanError, match=words):
+        Topology.of(with_stage(plan_for((2, 1)), **change), 0, 3)
 
 
 def test_a_plan_for_another_number_of_layers() -> None:

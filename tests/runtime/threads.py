@@ -14,10 +14,12 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 
 from dapple.graph import BoundaryTensor, LayerGraph, StageProgram
 from dapple.records import Plan
+from dapple.runtime.stage import StageRunner
 from dapple.runtime.trainer import Trainer
 from dapple.runtime.transport import Done, Pending
 
@@ -31,7 +33,7 @@ class Switchboard:
         self.changed = threading.Condition()
         self.sends: dict[Any, deque[_Message]] = defaultdict(deque)
         self.receives: dict[Any, deque[_Message]] = defaultdict(deque)
-        self.sums: dict[Any, list[torch.Tensor]] = defaultdict(list)
+        self.sums: dict[Any, dict[int, torch.Tensor]] = defaultdict(dict)
         self.failed = False
 
     def wait_for(self, ready: Callable[[], bool], what: str) -> None:
@@ -94,10 +96,11 @@ class ThreadTransport:
         self._calls[tuple(ranks)] += 1
         with self._board.changed:
             parts = self._board.sums[key]
-            parts.append(tensor)
+            parts[self.rank] = tensor
             if len(parts) == len(ranks):
-                total = torch.stack([p.clone() for p in parts]).sum(0)
-                for part in parts:
+                # In order of ranks, so that the last bits do not depend on who came first.
+                total = torch.stack([parts[rank].clone() for rank in sorted(ranks)]).sum(0)
+                for part in parts.values():
                     part.copy_(total)
                 self._board.changed.notify_all()
         return _Sum(self._board, key)
@@ -157,8 +160,10 @@ class OwnCopy:
         self._graph = graph
         self._memo: dict[int, Any] = {}
 
-    def stage(self, start: int, stop: int, training: bool = True) -> StageProgram:
-        return copy.deepcopy(self._graph.stage(start, stop, training), self._memo)
+    def stage(
+        self, start: int, stop: int, training: bool = True, recompute: Any = ()
+    ) -> StageProgram:
+        return copy.deepcopy(self._graph.stage(start, stop, training, recompute), self._memo)
 
     def release(self, keep: set[int]) -> None:
         pass
@@ -170,11 +175,29 @@ class OwnCopy:
 class TrainingOnly(OwnCopy):
     """Without the evaluation mode, whose capture takes as long again, for runs that don't evaluate."""
 
-    def stage(self, start: int, stop: int, training: bool = True) -> StageProgram:
-        return super().stage(start, stop)
+    def stage(
+        self, start: int, stop: int, training: bool = True, recompute: Any = ()
+    ) -> StageProgram:
+        return super().stage(start, stop, True, recompute)
 
     def tensors(self, training: bool = True) -> tuple[BoundaryTensor, ...]:
         return self._graph.tensors()
+
+
+def compute_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on one rank computes at a time: the process has one generator for all of them.
+
+    A forward or backward does not communicate, so that no rank waits for another inside.
+    """
+    turn = threading.Lock()
+    for name in ("forward", "backward"):
+        original = getattr(StageRunner, name)
+
+        def alone(*arguments: Any, original: Any = original) -> Any:
+            with turn:
+                return original(*arguments)
+
+        monkeypatch.setattr(StageRunner, name, alone)
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:

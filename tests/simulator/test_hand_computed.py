@@ -228,11 +228,11 @@ def test_values_without_gradient_send_nothing_back():
 
 
 def test_recompute_runs_the_forward_again_before_each_backward():
-    """Two micro-batches on one device: 2 x (1 + 1 + 2)."""
-    made = plan([1], 2, 2, cluster(1))
+    """Two micro-batches on one device, of two layers all but the last: 2 x (3 + 1 + 6)."""
+    made = plan([1], 2, 2, cluster(1), cuts=[2])
     stages = (made.stages[0].model_copy(update={"recompute": True}),)
-    timeline = simulate(made.model_copy(update={"stages": stages}), chain([1], [2]))
-    assert timeline.step_seconds == pytest.approx(8)
+    timeline = simulate(made.model_copy(update={"stages": stages}), chain([1, 2], [2, 4]))
+    assert timeline.step_seconds == pytest.approx(20)
     assert [s.kind for s in timeline.spans] == ["forward", "recompute", "backward"] * 2
 
 

@@ -40,7 +40,7 @@ def plan(
         str | None, typer.Option(help="Warm-up policy A, B or tuned; the best by default.")
     ] = None,
     recompute: Annotated[
-        bool, typer.Option(help="Allow recomputation; such a plan can be simulated only.")
+        bool, typer.Option(help="Let stages run forwards again where memory is short.")
     ] = False,
     explain: Annotated[
         bool, typer.Option("--explain", help="Say what binds the plan, and what else there was.")

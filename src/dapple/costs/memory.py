@@ -103,7 +103,7 @@ def _activation_bytes(
     if not stage.recompute:
         return in_flight * sum(saved)
     largest = 0.0
-    for start, stop in recomputed_ranges(stage):
+    for start, stop in recomputed_ranges(stage, len(model.profile.layers)):
         part = slice(start - stage.start, stop - stage.start)
         largest = max(largest, sum(saved[part]))
         saved[part] = [0.0] * (stop - start)
@@ -114,7 +114,7 @@ def _bytes_between_ranges(model: CostModel, stage: StagePlan, rows: int) -> floa
     # A tensor counts at its producer. If that is recomputed but a consumer outside its range
     # needs the tensor, it is kept all the same.
     total = 0.0
-    for start, stop in recomputed_ranges(stage):
+    for start, stop in recomputed_ranges(stage, len(model.profile.layers)):
         for tensor in model.profile.tensors:
             outside = any(stop <= layer < stage.stop for layer in tensor.consumers)
             if start <= tensor.producer < stop and outside:

@@ -106,7 +106,8 @@ class CostModel:
 
     def recompute_seconds(self, stage: StagePlan, rows: float) -> float:
         """Seconds at speed 1 that a stage's backward spends on running forwards again."""
-        return sum(self.stage_seconds(a, b, rows)[0] for a, b in recomputed_ranges(stage))
+        ranges = recomputed_ranges(stage, len(self.profile.layers))
+        return sum(self.stage_seconds(a, b, rows)[0] for a, b in ranges)
 
     def optimizer_seconds(self, start: int, stop: int) -> float:
         """Seconds of one update of the layers' parameters at speed 1."""
@@ -207,15 +208,21 @@ class CostModel:
         )
 
 
-def recomputed_ranges(stage: StagePlan) -> tuple[Range, ...]:
-    """The half-open layer ranges whose activations the stage computes twice.
+def recomputed_ranges(stage: StagePlan, num_layers: int) -> tuple[Range, ...]:
+    """The half-open layer ranges whose forward the stage runs again.
+
+    The model's last layer is not among them: the loss keeps what it needs of it.
+
+    Args:
+        stage: a stage of a plan.
+        num_layers: layers of the model.
 
     Raises:
         PlanError: the ranges are not ascending ranges of the stage's own layers.
     """
-    if stage.recompute is True:
-        return ((stage.start, stage.stop),)
     ranges = stage.recompute or ()
+    if ranges is True:
+        ranges = ((stage.start, stage.stop),)
     position = stage.start
     for start, stop in ranges:
         if not position <= start < stop <= stage.stop:
@@ -224,4 +231,5 @@ def recomputed_ranges(stage: StagePlan) -> tuple[Range, ...]:
                 f"{stage.stop}; give ascending half-open ranges within the stage that do not overlap"
             )
         position = stop
-    return ranges
+    most = num_layers - 1
+    return tuple((start, min(stop, most)) for start, stop in ranges if start < most)

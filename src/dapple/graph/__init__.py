@@ -4,6 +4,16 @@ from dapple.graph.capture import capture
 from dapple.graph.layers import InputSpec, LayerGraph
 from dapple.graph.program import BoundaryTensor
 from dapple.graph.results import OutputSpec
+from dapple.graph.seeds import SeedLayer, leave_generators
 from dapple.graph.stage import StageProgram
 
-__all__ = ["BoundaryTensor", "InputSpec", "LayerGraph", "OutputSpec", "StageProgram", "capture"]
+__all__ = [
+    "BoundaryTensor",
+    "InputSpec",
+    "LayerGraph",
+    "OutputSpec",
+    "SeedLayer",
+    "StageProgram",
+    "capture",
+    "leave_generators",
+]

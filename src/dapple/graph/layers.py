@@ -120,8 +120,20 @@ class LayerGraph:
         inputs = [(i.shape, i.dtype) if i.dtype else i.constant for i in self.inputs]
         return dtypes_under(self._program(training), inputs, context, device)
 
-    def stage(self, start: int, stop: int, training: bool = True) -> StageProgram:
+    def stage(
+        self,
+        start: int,
+        stop: int,
+        training: bool = True,
+        recompute: Sequence[tuple[int, int]] = (),
+    ) -> StageProgram:
         """Layers start..stop as a module that shares the model's parameters.
+
+        Args:
+            start, stop: the layers, a half-open range.
+            training: of the training mode, else of the evaluation mode.
+            recompute: half-open layer ranges within, ascending, whose forward runs again in the
+                backward instead of keeping its activations.
 
         Raises:
             CaptureError: the range is empty or outside the model.
@@ -131,7 +143,8 @@ class LayerGraph:
                 f"layers {start}..{stop} are no stage of a model with {self.num_layers} layers"
             )
         persistent = set(self._model.state_dict(keep_vars=True))
-        return build_stage(self._program(training), start, stop, self._names, persistent)
+        program = self._program(training)
+        return build_stage(program, start, stop, self._names, persistent, recompute)
 
     def uses_batch_statistics(self, start: int, stop: int) -> bool:
         """Some layer of the range normalises over the batch (BatchNorm)."""

@@ -32,6 +32,8 @@ _RANDOM = {
     "aten.feature_dropout.default",
     "aten.rrelu.default",
 }
+# Carry the tag, but draw random numbers for dropout between their layers only.
+_RECURRENT = ("aten.lstm.", "aten.gru.", "aten.rnn_tanh.", "aten.rnn_relu.")
 _ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain")
 
 
@@ -114,6 +116,8 @@ def is_random(node: fx.Node) -> bool:
     if name == "aten.dropout.default":
         return node.args[2] is True and bool(node.args[1])
     if isinstance(node.target, torch._ops.OpOverload):
+        if name.startswith(_RECURRENT):
+            return bool(_named(node, "dropout")) and bool(_named(node, "train"))
         if torch.Tag.nondeterministic_seeded in node.target.tags:
             return "dropout" not in name or bool(node.args[1])
         return name in _RANDOM or "rand" in name
@@ -180,6 +184,11 @@ def _schema(node: fx.Node) -> Any:
 
 def _argument(node: fx.Node, position: int, name: str) -> Any:
     return node.args[position] if position < len(node.args) else node.kwargs.get(name)
+
+
+def _named(node: fx.Node, name: str) -> Any:
+    names = [argument.name for argument in _schema(node).arguments]
+    return _argument(node, names.index(name), name)
 
 
 def _aliased_argument(node: fx.Node) -> fx.Node | None:

@@ -242,7 +242,6 @@ class Problem:
             optimizer_state_factor=self.optimizer_state_factor,
             stages=stages,
             cluster=self.cluster,
-            simulate_only=("recompute",) if any(stage.recompute for stage in stages) else (),
             profile_fingerprint=self._profile_fingerprint,
             model_fingerprint=self.profile.model_fingerprint,
         )

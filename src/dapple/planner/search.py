@@ -100,8 +100,7 @@ def make_plan(
         schedule: "early-backward" or "gpipe".
         network_model: "shared" or "paper"; None: the cluster's.
         warmup: policy "A" or "B", or "tuned": the smallest K_i with the best step; None: best.
-        recompute: stages may run their forwards again where memory is short; such a plan is
-            marked simulate-only.
+        recompute: stages may run their forwards again where memory is short.
 
     Returns:
         A plan with its prediction. Ties go to fewer stages; the same input gives the same plan.

@@ -46,7 +46,6 @@ class Layout:
         self.num_micro_batches = plan.num_micro_batches if same else -(-global_batch_size // size)
         self._sizes = split_rows(global_batch_size, self.num_micro_batches)
         self._starts = (0, *itertools.accumulate(self._sizes))
-        self._replicas = tuple(len(ranks) for ranks in topology.ranks)
 
     def rows(self, micro_batch: int) -> int:
         """Rows of a micro-batch that this rank's replica works on."""
@@ -83,7 +82,8 @@ class Layout:
         return pieces
 
     def _split(self, micro_batch: int, stage: int) -> tuple[int, ...]:
-        return split_rows(self._sizes[micro_batch], self._replicas[stage])
+        plan = self.topology.plan.stages[stage]
+        return split_rows(self._sizes[micro_batch], plan.replicas, plan.rows)
 
 
 def _whole_pairs(senders: tuple[int, ...], receivers: tuple[int, ...]) -> list[tuple[int, int]]:

@@ -41,6 +41,17 @@ def random_state_kept(device: torch.device) -> Iterator[None]:
         yield
 
 
+def seed_generators(device: torch.device, seed: int) -> None:
+    """Seed the generators that a stage on `device` draws from: the CPU's and its own.
+
+    `torch.manual_seed` would seed those of all devices. (Never run on a GPU so far.)
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cpu":
+        with torch.accelerator.device_index(device.index):
+            torch.get_device_module(device).manual_seed(seed)
+
+
 @contextmanager
 def values_kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     """Leave tensors with the values that they had."""

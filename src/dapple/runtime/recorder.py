@@ -31,11 +31,13 @@ class Recorder:
         self._device = device
         self.enabled = enabled
         self._rows: list[tuple[SpanKind, int | None, float, float]] = []
+        self._open: list[tuple[SpanKind, int | None, float]] = []
         self._origin = time.perf_counter()
 
     def start(self) -> None:
         """Begin a step: forget its predecessor's spans."""
         self._rows.clear()
+        self._open.clear()
         self._origin = time.perf_counter()
 
     def now(self) -> float:
@@ -46,13 +48,27 @@ class Recorder:
 
     @contextmanager
     def span(self, kind: SpanKind, micro_batch: int | None = None) -> Iterator[None]:
-        """Note the time spent inside."""
+        """Note the time spent inside.
+
+        A span within another one interrupts it, so that no two overlap, and belongs to the same
+        micro-batch.
+        """
         if not self.enabled:
             yield
             return
         begin = self.now()
-        yield
-        self._rows.append((kind, micro_batch, begin, self.now()))
+        if self._open:
+            outer, number, since = self._open[-1]
+            self._rows.append((outer, number, since, begin))
+            micro_batch = number if micro_batch is None else micro_batch
+        self._open.append((kind, micro_batch, begin))
+        try:
+            yield
+        finally:
+            end = self.now()
+            self._rows.append((*self._open.pop(), end))
+            if self._open:
+                self._open[-1] = (*self._open[-1][:2], end)
 
     def spans(self) -> list[Span]:
         """The spans since the step's start."""

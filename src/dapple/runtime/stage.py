@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from dapple.graph import StageProgram
+from dapple.graph import SeedLayer, StageProgram, leave_generators
+from dapple.runtime.process import random_state_kept
+from dapple.runtime.recorder import Recorder
 
 
 @dataclass
@@ -30,10 +33,21 @@ class StageRunner:
 
     Args:
         program: the stage's layers.
+        device: this rank's device.
+        recorder: where the spans of forwards that run again are noted.
     """
 
-    def __init__(self, program: StageProgram) -> None:
+    def __init__(
+        self,
+        program: StageProgram,
+        device: torch.device | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
         self.program = program
+        self._device = device or torch.device("cpu")
+        self._recorder = recorder
+        for part in program.recomputed:
+            part.again = self._again
         self._in_flight: dict[int, _InFlight] = {}
 
     @property
@@ -47,6 +61,7 @@ class StageRunner:
         rows: int,
         inputs: Mapping[str, Any],
         received: Mapping[str, torch.Tensor],
+        seed: SeedLayer = leave_generators,
     ) -> tuple[tuple[torch.Tensor, ...], tuple[Any, ...]]:
         """Compute a micro-batch's piece.
 
@@ -56,6 +71,8 @@ class StageRunner:
             inputs: the model's inputs, this replica's rows.
             received: boundary tensors from earlier stages by name, this replica's rows. Each
                 is used for this micro-batch only, so hooks can't pile up on it.
+            seed: seeds the generators for a layer that draws random numbers, here and where its
+                forward runs again.
 
         Returns:
             Boundary tensors in the order of `program.makes` (detached), and the model's flat
@@ -67,7 +84,8 @@ class StageRunner:
             if tensor.needs_grad:
                 value.requires_grad_(True)
             leaves.append(value if tensor.needs_grad else None)
-        made, results = self.program(rows, inputs, received)
+        with self._random_state_kept():
+            made, results = self.program(rows, inputs, received, seed)
         edges = tuple(get_gradient_edge(t) if t.requires_grad else None for t in made)
         self._in_flight[micro_batch] = _InFlight(tuple(leaves), edges)
         return tuple(t.detach() for t in made), results
@@ -118,3 +136,14 @@ class StageRunner:
             else:
                 results.append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
         return tuple(results)
+
+    def _random_state_kept(self) -> AbstractContextManager[None]:
+        return random_state_kept(self._device) if self.program.is_random else nullcontext()
+
+    @contextmanager
+    def _again(self) -> Iterator[None]:
+        """Around the second forward of a recomputed range, within a backward."""
+        recorder = self._recorder
+        span = nullcontext() if recorder is None else recorder.span("recompute")
+        with span, self._random_state_kept():
+            yield

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from dapple.graph import SeedLayer
 from dapple.runtime.batch import Batch
 from dapple.runtime.exchange import Boundaries, Exchange
 from dapple.runtime.layout import Layout
@@ -32,7 +33,7 @@ class TrainingStep:
         device: this rank's device.
         progress: where the last action is noted.
         recorder: where spans are noted.
-        seeded: (micro-batch, first row) -> random numbers for that piece's forward.
+        seeds: (micro-batch, first row) -> seeds the generators for each layer of that piece.
         sums: what to do at the begin and end of the last micro-batch's backward.
     """
 
@@ -46,7 +47,7 @@ class TrainingStep:
         device: torch.device,
         progress: ActionLog,
         recorder: Recorder,
-        seeded: Callable[[int, int], AbstractContextManager[None]],
+        seeds: Callable[[int, int], SeedLayer],
         sums: AbstractContextManager[object],
     ) -> None:
         self._layout = layout
@@ -55,7 +56,7 @@ class TrainingStep:
         self._runner = runner
         self._progress = progress
         self._recorder = recorder
-        self._seeded = seeded
+        self._seeds = seeds
         self._sums = sums
         self._exchange = Exchange(
             transport, layout, boundaries, device, self._window + RECEIVE_AHEAD
@@ -97,10 +98,10 @@ class TrainingStep:
             self._progress.set("forward", micro_batch)
             with self._recorder.span("forward", micro_batch):
                 where = self._layout.slice(micro_batch)
-                with self._seeded(micro_batch, where.start):
-                    made, results = self._runner.forward(
-                        micro_batch, rows, batch.rows(where), received
-                    )
+                seed = self._seeds(micro_batch, where.start)
+                made, results = self._runner.forward(
+                    micro_batch, rows, batch.rows(where), received, seed
+                )
                 if batch.objective is not None:
                     loss = batch.objective.loss(micro_batch, where, results)
                     self._runner.set_loss(micro_batch, loss)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dapple.costs import recomputed_ranges, split_rows
 from dapple.errors import PlanError
 from dapple.records import Plan, StagePlan
 
@@ -74,12 +75,12 @@ class Topology:
 
 
 def _check_executable(plan: Plan) -> None:
+    for stage in plan.stages:
+        # Each says what is wrong with it.
+        recomputed_ranges(stage, plan.num_layers)
+        split_rows(1, stage.replicas, stage.rows)
     blocked = list(plan.simulate_only)
     for number, stage in enumerate(plan.stages):
-        if stage.recompute:
-            blocked.append(f"recompute (stage {number})")
-        if stage.rows is not None:
-            blocked.append(f"proportional rows (stage {number})")
         if stage.shard != "none":
             blocked.append(f'shard "{stage.shard}" (stage {number})')
     if plan.virtual != 1:

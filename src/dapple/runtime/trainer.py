@@ -6,16 +6,17 @@ import functools
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from dapple.costs import recomputed_ranges
 from dapple.errors import InputError
-from dapple.graph import LayerGraph
+from dapple.graph import LayerGraph, SeedLayer
 from dapple.records import Plan, Timeline
 from dapple.runtime.batch import Batch, WeightFunction, check_targets
 from dapple.runtime.clipping import Clipping, counted_here
@@ -40,7 +41,7 @@ from dapple.runtime.process import (
     ensure_process_group,
     mixed_seed,
     move_to,
-    random_state_kept,
+    seed_generators,
 )
 from dapple.runtime.recorder import Recorder
 from dapple.runtime.results import Evaluation, StepResult
@@ -80,7 +81,7 @@ class Trainer:
         scaler: holds the loss scale and how it changes; by default torch's own for "fp16", and none
             otherwise.
         device: this rank's device; by default the accelerator of the local rank, else the CPU.
-        seed: for dropout: masks depend on seed, step, micro-batch, stage and first row.
+        seed: for dropout: masks depend on seed, step, micro-batch, layer and first row.
         transport: the network; by default `torch.distributed`, set up by torchrun's environment.
         watch: watches the other ranks, see runtime/failure.py; by default a monitor where a launcher
             has started this rank, and nothing with a transport of one's own.
@@ -129,9 +130,10 @@ class Trainer:
         self._steps = 0
         stage = self.topology.stage_plan
         self._precision = Precision(precision, self.device)
+        again = recomputed_ranges(stage, graph.num_layers)
         self._program, self._evaluation = (
             self._precision.program(
-                graph, graph.stage(stage.start, stage.stop, training=mode), mode
+                graph, graph.stage(stage.start, stage.stop, mode, again if mode else ()), mode
             )
             for mode in (True, False)
         )
@@ -183,10 +185,10 @@ class Trainer:
             self.device,
             self._progress,
         )
-        self._runner = StageRunner(self._program)
         self._recorder = Recorder(
             rank, self.topology.stage, self.topology.replica, self.device, record
         )
+        self._runner = StageRunner(self._program, self.device, self._recorder)
         self._fresh = True
         self.peak_boundary_bytes = 0
         self.last_step_seconds = 0.0
@@ -346,7 +348,7 @@ class Trainer:
             self.device,
             self._progress,
             self._recorder,
-            functools.partial(self._seeded, self._steps),
+            functools.partial(self._seeds, self._steps),
             self._gradients.summing(self._transport) if update else nullcontext(),
         )
         with self._precision.step():
@@ -419,16 +421,10 @@ class Trainer:
         check_schedule(schedule, bound)
         return schedule
 
-    @contextmanager
-    def _seeded(self, step: int, micro_batch: int, first_row: int) -> Iterator[None]:
-        """Random numbers of a piece depend on where it stands, not on what ran before it."""
-        if not self._program.is_random:
-            yield
-            return
-        place = (self._seed, step, micro_batch, self.topology.stage_plan.start, first_row)
-        with random_state_kept(self.device):
-            torch.manual_seed(mixed_seed(place))
-            yield
+    def _seeds(self, step: int, micro_batch: int, first_row: int) -> SeedLayer:
+        """Random numbers of a layer depend on where its piece stands, not on what ran before."""
+        place = (self._seed, step, micro_batch, first_row)
+        return lambda layer: seed_generators(self.device, mixed_seed((*place, layer)))
 
     def _release_other_stages(self) -> None:
         own = {id(t) for t in self._program.module.state_dict(keep_vars=True).values()}
