@@ -240,8 +240,10 @@ def progress(what: str) -> Iterator[Callable[[str, float], None]]:
 
 
 @contextmanager
-def step_progress(steps: int) -> Iterator[Callable[[dict[str, float]], None]]:
-    """A progress bar over training steps on rank 0, told every line of metrics.jsonl.
+def step_progress(
+    steps: int, what: str = "training"
+) -> Iterator[Callable[[dict[str, float]], None]]:
+    """A progress bar over steps on rank 0, told every line of metrics.jsonl.
 
     Without a terminal, validations are printed as lines.
     """
@@ -265,7 +267,7 @@ def step_progress(steps: int) -> Iterator[Callable[[dict[str, float]], None]]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console) as bar:
-        task = bar.add_task("training", total=steps)
+        task = bar.add_task(what, total=steps)
 
         def report(row: dict[str, float]) -> None:
             if "validation_loss" in row:
@@ -273,6 +275,10 @@ def step_progress(steps: int) -> Iterator[Callable[[dict[str, float]], None]]:
                     f"step {row['step']:>5}: validation loss {row['validation_loss']:.3f}"
                 )
             else:
-                bar.update(task, completed=row["step"], description=f"loss {row['loss']:.3f}")
+                bar.update(task, completed=row["step"], description=_shown(row, what))
 
         yield report
+
+
+def _shown(row: dict[str, float], what: str) -> str:
+    return f"loss {row['loss']:.3f}" if "loss" in row else what

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from dapple.cli import compare, plan, profile, simulate, train
+from dapple.cli import compare, emulate, plan, profile, simulate, train
 from dapple.errors import DappleError, RankFailure
 
 _INTERRUPTED = 130
@@ -27,6 +27,7 @@ app.command()(plan.plan)
 app.command()(simulate.simulate)
 app.command()(compare.compare)
 app.command()(train.train)
+app.command()(emulate.emulate)
 
 
 # The base of typer's errors about usage. Newer versions bring their own copy of click, so it is
