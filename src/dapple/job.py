@@ -11,10 +11,14 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from dapple.errors import DappleError, FileError
 from dapple.files import describe_validation, read_text
 from dapple.planner import PLANNERS
+from dapple.planner.problem import OPTIMIZER_STATE
 from dapple.schedule import SCHEDULES
 from dapple.units import parse_bytes
 
 Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=True)]
+# Those of torch.optim that a pipeline can serve, in small letters.
+OPTIMIZERS = tuple(name for name in OPTIMIZER_STATE if name != "momentum")
 
 
 def _memory(value: Any) -> Any:
@@ -33,6 +37,25 @@ def _function(value: str) -> str:
     return value
 
 
+def _one_of_or_function(kind: str, names: tuple[str, ...]) -> AfterValidator:
+    def check(value: str) -> str:
+        if ":" in value:
+            return _function(value)
+        if value.lower() not in names:
+            raise ValueError(
+                f'unknown {kind}; known: {", ".join(names)}, or your own as "my_module:function"'
+            )
+        return value
+
+    return AfterValidator(check)
+
+
+def _metric_names(value: dict[str, str]) -> dict[str, str]:
+    if "loss" in value:
+        raise ValueError('"loss" is the loss itself; call the metric something else')
+    return value
+
+
 def _ascending(values: tuple[int, ...]) -> tuple[int, ...]:
     if not values or list(values) != sorted(set(values)):
         raise ValueError("must ascend; write it like [1, 2, 4]")
@@ -48,6 +71,9 @@ def _known(kind: str, names: tuple[str, ...]) -> AfterValidator:
     return AfterValidator(check)
 
 
+FunctionPath = Annotated[str, AfterValidator(_function)]
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -58,10 +84,15 @@ class ModelSection(_Section):
     Attributes:
         factory: a zoo name, or "module:function" that returns a `dapple.Workload`.
         arguments: handed to the factory.
+        loss: "module:function" of (output, targets), instead of the workload's.
+        weight: "module:function" of (inputs, targets) that counts what that loss is a mean over;
+            None with a loss of one's own: rows.
     """
 
     factory: str
     arguments: dict[str, Any] = {}
+    loss: FunctionPath | None = None
+    weight: FunctionPath | None = None
 
 
 class DataSection(_Section):
@@ -75,7 +106,7 @@ class DataSection(_Section):
         validation_batches: batches of each validation.
     """
 
-    factory: Annotated[str, AfterValidator(_function)]
+    factory: FunctionPath
     arguments: dict[str, Any] = {}
     validation_batches: Annotated[int, Field(ge=0)] = 2
 
@@ -113,10 +144,39 @@ class PlanSection(_Section):
 
 
 class OptimizerSection(_Section):
-    """The optimizer: a name and its keyword arguments as in `torch.optim`."""
+    """The optimizer.
 
-    name: Literal["adamw", "sgd"] = "adamw"
+    Attributes:
+        name: a class of `torch.optim`, or "module:function" called as function(parameters,
+            **arguments).
+        arguments: keyword arguments.
+        groups: options of parameter groups, by patterns of the model's parameter names.
+    """
+
+    name: Annotated[str, _one_of_or_function("optimizer", OPTIMIZERS)] = "adamw"
     arguments: dict[str, Any] = {"lr": 3e-4}
+    groups: dict[str, dict[str, Any]] = {}
+
+    @property
+    def state_like(self) -> str:
+        """Whose state the planner reckons with: one of `OPTIMIZER_STATE`."""
+        name = self.name.lower()
+        if name == "sgd" and self.arguments.get("momentum"):
+            return "momentum"
+        return name if name in OPTIMIZER_STATE else "adamw"
+
+
+class SchedulerSection(_Section):
+    """How the learning rate moves, once per update.
+
+    Attributes:
+        name: a class of `torch.optim.lr_scheduler`, or "module:function" called as
+            function(optimizer, **arguments).
+        arguments: keyword arguments.
+    """
+
+    name: Annotated[str, Field(min_length=1)]
+    arguments: dict[str, Any] = {}
 
 
 class TrainingSection(_Section):
@@ -129,6 +189,9 @@ class TrainingSection(_Section):
         validate_every: steps between validations; 0: only before the first and after the last.
         steps_without_memory_limit: steps of the best plan without `cluster.memory`, trained
             afterwards to show what the limit costs.
+        precision: "float32", or autocast in "bf16" or "fp16".
+        clip_norm: the largest norm of the whole model's gradients; inf only measures it.
+        norm_type: the p of that norm.
     """
 
     steps: Count
@@ -136,6 +199,9 @@ class TrainingSection(_Section):
     seed: int = 0
     validate_every: Annotated[int, Field(ge=0)] = 0
     steps_without_memory_limit: Annotated[int, Field(ge=0)] = 0
+    precision: Literal["float32", "bf16", "fp16"] = "float32"
+    clip_norm: Positive | None = None
+    norm_type: Positive = 2.0
 
 
 class Job(_Section):
@@ -143,6 +209,7 @@ class Job(_Section):
 
     Attributes:
         folder: where results go, relative to where the command runs.
+        metrics: "module:function" of (output, targets) by name, computed in validation.
     """
 
     name: str
@@ -152,6 +219,8 @@ class Job(_Section):
     cluster: ClusterSection = ClusterSection()
     plan: PlanSection = PlanSection()
     optimizer: OptimizerSection = OptimizerSection()
+    scheduler: SchedulerSection | None = None
+    metrics: Annotated[dict[str, FunctionPath], AfterValidator(_metric_names)] = {}
     training: TrainingSection
 
 

@@ -53,3 +53,7 @@ def no_validation(split: str, global_batch_size: int, seed: int) -> Iterator:
     if split == "validation":
         raise OSError("corpus.valid is missing")
     return batches(split, global_batch_size, seed)
+
+
+def no_optimizer(parameters: list, lr: float) -> int:
+    return 3

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dapple.cli import common
-from dapple.errors import DappleError, InputError, PlanError, RunError
+from dapple.cli.job_check import check_job
+from dapple.errors import InputError, PlanError, RunError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -65,53 +66,6 @@ def _train_here(job: Job, plan_file: Path | None, folder: Path, steps: int) -> N
         run_job(job, load_record(Plan, path), folder, steps, report=report)
 
 
-def check_job(job: Job) -> None:
-    """Find out whether model, data and optimizer of a job can be made.
-
-    Raises:
-        InputError: one can not; names it.
-    """
-    from dapple.profiler.local import load_factory
-
-    load_factory(job.model.factory, job.model.arguments)
-    _check_optimizer(job)
-    _check_data(job, "train")
-    if job.data.validation_batches:
-        _check_data(job, "validation")
-
-
-def _check_optimizer(job: Job) -> None:
-    import torch
-
-    from dapple.runtime.worker import optimizer_factory
-
-    try:
-        optimizer_factory(job)([torch.nn.Parameter(torch.zeros(1))])
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(
-            f'optimizer "{job.optimizer.name}" refuses {job.optimizer.arguments}: {error}; pass '
-            "arguments of torch.optim"
-        ) from error
-
-
-def _check_data(job: Job, split: str) -> None:
-    from dapple.runtime.worker import batches
-
-    where = f'data factory "{job.data.factory}", split "{split}"'
-    try:
-        batch = next(batches(job, split), None)
-    except DappleError:
-        raise
-    except Exception as error:
-        raise InputError(f"{where}: {type(error).__name__}: {error}") from error
-    if batch is None:
-        raise InputError(f"{where}: it has no batches; return at least one per step")
-    if not isinstance(batch, tuple | list) or len(batch) != 2:
-        raise InputError(
-            f"{where}: a batch is {type(batch).__name__}; return pairs of (inputs, targets)"
-        )
-
-
 class _Session:
     """Profile, plan, start torchrun, compare: what one `dapple train` on this machine does."""
 
@@ -163,11 +117,12 @@ class _Session:
             )
 
     def _profile(self, cluster: Cluster | None) -> tuple[ModelProfile, Cluster]:
-        from dapple.profiler.local import ProfileRequest, load_factory, profile_locally
+        from dapple.profiler.local import ProfileRequest, profile_locally
+        from dapple.runtime.recipe import workload_factory
 
         job = self._job
         request = ProfileRequest(
-            factory=load_factory(job.model.factory, job.model.arguments),
+            factory=workload_factory(job),
             devices=job.cluster.devices,
             batch_sizes=job.plan.profile_batch_sizes,
             seed=job.training.seed,
@@ -195,7 +150,7 @@ class _Session:
             job.training.global_batch_size,
             micro_batch_size=job.plan.micro_batch_size,
             planner=job.plan.planner,
-            optimizer=job.optimizer.name,
+            optimizer=job.optimizer.state_like,
             schedule=job.plan.schedule,
         )
         result.plan.save(folder / "plan.json")
@@ -236,6 +191,10 @@ class _Session:
             self._console.print(f"training loss {trained[0]:.3f} -> {trained[-1]:.3f}")
         if valid:
             self._console.print(f"validation loss {valid[0]:.3f} -> {valid[-1]:.3f}")
+        for name in self._job.metrics:
+            values = [r[f"validation_{name}"] for r in rows if f"validation_{name}" in r]
+            if values:
+                self._console.print(f"validation {name} {values[0]:.3f} -> {values[-1]:.3f}")
 
     def _compare(
         self,

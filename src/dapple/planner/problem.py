@@ -18,8 +18,25 @@ from dapple.records import MOST_MICRO_BATCHES, ModelProfile, Plan, StagePlan
 from dapple.schedule import SCHEDULES, warmup_counts
 from dapple.simulator import step_seconds
 
-OPTIMIZER_STATE = {"adamw": 2.0, "adam": 2.0, "sgd": 0.0, "momentum": 1.0, "adagrad": 1.0}
-"""Bytes of optimizer state per byte of parameters, by the optimizer's name."""
+OPTIMIZER_STATE = {
+    "adamw": 2.0,
+    "adam": 2.0,
+    "sgd": 0.0,
+    "momentum": 1.0,
+    "adadelta": 2.0,
+    "adafactor": 0.0,
+    "adagrad": 1.0,
+    "adamax": 2.0,
+    "asgd": 1.0,
+    "muon": 1.0,
+    "nadam": 2.0,
+    "radam": 2.0,
+    "rmsprop": 1.0,
+    "rprop": 2.0,
+}
+"""Bytes of optimizer state per byte of parameters, by the class in torch.optim with its default
+arguments; "momentum" is SGD with momentum. Adafactor's rows and columns count as nothing.
+"""
 _ROUNDING = 8
 """Bytes that the rounding of a stage's parts can amount to."""
 

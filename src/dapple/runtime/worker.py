@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from dapple.errors import InputError
 from dapple.graph import LayerGraph, capture
 from dapple.job import Job
-from dapple.profiler.local import load_factory, load_function
 from dapple.records import Plan, Timeline
+from dapple.runtime.optimizers import Parameters
 from dapple.runtime.process import default_device, ensure_process_group
+from dapple.runtime.recipe import (
+    batches,
+    metrics_of,
+    optimizer_factory,
+    scheduler_factory,
+    workload_factory,
+)
 from dapple.runtime.results import StepResult
 from dapple.runtime.topology import Topology
 from dapple.runtime.trainer import Trainer
@@ -30,8 +35,6 @@ from dapple.workload import Workload
 
 TIMELINES = 9
 """Steps at the end whose timelines are kept; the one with the median step is written."""
-
-_OPTIMIZERS: dict[str, Any] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 
 Report = Callable[[dict[str, float]], None]
 
@@ -65,14 +68,24 @@ def run_job(
     workload, graph = _captured(job)
     check_model(graph, plan)
     data = _Data(job)
+    optimizer, scheduler = optimizer_factory(job), scheduler_factory(job)
+    metrics = metrics_of(job)
+    Parameters({}, graph.parameters()).groups(
+        job.optimizer.groups
+    )  # finds patterns without a match
     watch = MonitorWatch(rank, topology.stage)
     with watch.guard():
         watch.progress.set("set up", None)
         trainer = Trainer(
             graph,
             plan,
-            optimizer_factory(job),
+            optimizer,
+            scheduler=scheduler,
             weight=workload.weight,
+            metrics=metrics,
+            clip_norm=job.training.clip_norm,
+            norm_type=job.training.norm_type,
+            precision=job.training.precision,
             device=device,
             seed=job.training.seed,
             watch=watch,
@@ -92,37 +105,9 @@ def run_job(
         )
 
 
-def optimizer_factory(job: Job) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
-    """Makes the job's optimizer from parameters."""
-    return functools.partial(_OPTIMIZERS[job.optimizer.name], **job.optimizer.arguments)
-
-
-def batches(job: Job, split: str) -> Iterator[tuple[Any, Any]]:
-    """The job's batches of a split, the same on every rank.
-
-    Raises:
-        InputError: the data factory is missing or refuses its arguments.
-    """
-    function = load_function(job.data.factory)
-    training = job.training
-    try:
-        found = function(
-            split,
-            global_batch_size=training.global_batch_size,
-            seed=training.seed,
-            **job.data.arguments,
-        )
-        return iter(found)
-    except TypeError as error:
-        raise InputError(
-            f'data factory "{job.data.factory}" can not be used: {error}; it is called as '
-            "factory(split, global_batch_size=..., seed=..., **arguments) and returns batches"
-        ) from error
-
-
 def _captured(job: Job) -> tuple[Workload, LayerGraph]:
     torch.manual_seed(job.training.seed)
-    workload = load_factory(job.model.factory, job.model.arguments)()
+    workload = workload_factory(job)()
     inputs = workload.inputs(4)
     return workload, capture(workload.model, inputs, loss=workload.loss, name=workload.name)
 
@@ -154,7 +139,7 @@ class _Run:
         done = 0
         for step, batch in enumerate(itertools.islice(self._data, steps), start=1):
             result = self._step(step, batch)
-            self._log.write(step=step, loss=result.loss, seconds=result.seconds, rows=result.rows)
+            self._log.write(**_row(step, result))
             if step > max(2, steps - TIMELINES):
                 self._timelines.append(self._trainer.timeline(self._peak_bytes))
             if step == steps or (self._every and step % self._every == 0):
@@ -179,8 +164,21 @@ class _Run:
 
     def _validate(self, step: int) -> None:
         if self._validation:
-            losses = [self._trainer.evaluate(*batch) for batch in self._validation]
-            self._log.write(step=step, validation_loss=statistics.fmean(losses))
+            found = [self._trainer.evaluate(*batch) for batch in self._validation]
+            means = {
+                f"validation_{name}": statistics.fmean(one.metrics[name] for one in found)
+                for name in found[0].metrics
+            }
+            self._log.write(step=step, validation_loss=statistics.fmean(found), **means)
+
+
+def _row(step: int, result: StepResult) -> dict[str, float]:
+    row = {"step": step, "loss": result.loss, "seconds": result.seconds, "rows": result.rows}
+    if result.gradient_norm is not None:
+        row["gradient_norm"] = result.gradient_norm
+    if result.skipped:
+        row["skipped"] = True
+    return row
 
 
 class _Log:
