@@ -109,8 +109,13 @@ def _on_ranks(plan: Plan) -> Plan:
 def _report(plan: Plan, profile: ModelProfile, folder: Path) -> None:
     from dapple.cluster import load_cluster
     from dapple.records import Timeline, load_record
-    from dapple.reporting import chrome_trace, pipeline_drawing, predicted_against_measured
-    from dapple.simulator import predict
+    from dapple.reporting import (
+        chrome_trace,
+        pipeline_drawing,
+        predicted_against_measured,
+        waiting_table,
+    )
+    from dapple.simulator import predict, simulate
 
     measured = load_record(Timeline, folder / "timeline.json")
     cluster = load_cluster(str(folder / "cluster.toml")) if plan.num_devices > 1 else plan.cluster
@@ -119,4 +124,5 @@ def _report(plan: Plan, profile: ModelProfile, folder: Path) -> None:
     console = common.console()
     console.print(pipeline_drawing(measured, width=console.width))
     console.print(predicted_against_measured(plan, measured, predicted))
+    console.print(waiting_table(simulate(plan, profile, cluster=cluster), measured))
     console.print(f"timeline.json, trace.json and cluster.toml (the links here) are in {folder}")

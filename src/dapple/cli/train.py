@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dapple.cluster import Cluster
     from dapple.job import Job
     from dapple.planner import SearchResult
-    from dapple.records import ModelProfile, Plan
+    from dapple.records import ModelProfile, Plan, Timeline
 
 NO_LIMIT = "without-memory-limit"
 
@@ -75,6 +75,7 @@ class _Session:
         self._folder = folder
         self._steps = steps
         self._console: Console = common.console()
+        self._simulated: Timeline | None = None
 
     def run(self, plan_file: Path | None) -> None:
         """Everything, in order."""
@@ -157,14 +158,14 @@ class _Session:
         for refusal in result.refusals:
             self._console.print(str(refusal))
         self._console.print(plan_table(result.plan))
-        timeline = simulate(result.plan, profile)
-        self._console.print(pipeline_drawing(timeline, width=self._console.width))
+        self._simulated = simulate(result.plan, profile)
+        self._console.print(pipeline_drawing(self._simulated, width=self._console.width))
         return result
 
     def _train(self, plan: Plan, folder: Path, steps: int) -> float:
         """Train under torchrun and compare with the prediction; the median step's seconds."""
         from dapple.records import Timeline, load_record
-        from dapple.reporting import chrome_trace, predicted_against_measured
+        from dapple.reporting import chrome_trace, predicted_against_measured, waiting_table
         from dapple.runtime.launch import launch
 
         plan_file = folder / "plan.json"
@@ -182,6 +183,7 @@ class _Session:
             if plan.predicted is not None:
                 whole_run = measured.model_copy(update={"step_seconds": median})
                 self._console.print(predicted_against_measured(plan, whole_run))
+            self._console.print(waiting_table(self._simulated, measured))
         return median
 
     def _print_losses(self, rows: list[dict[str, Any]]) -> None:

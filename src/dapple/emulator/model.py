@@ -19,7 +19,6 @@ from dapple.costs import seconds_at
 from dapple.emulator.scaling import FLOAT
 from dapple.records import ModelProfile
 
-
 _MOST_OWED = 0.001
 
 

@@ -10,9 +10,11 @@ from dapple.reporting.tables import (
     predicted_against_measured,
 )
 from dapple.reporting.trace import chrome_trace
+from dapple.reporting.waiting import StageTime, stage_times, waiting_table
 
 __all__ = [
     "Figure",
+    "StageTime",
     "chrome_trace",
     "compared_figures",
     "comparison_table",
@@ -21,4 +23,6 @@ __all__ = [
     "plan_table",
     "predicted_against_measured",
     "profile_table",
+    "stage_times",
+    "waiting_table",
 ]
