@@ -192,6 +192,7 @@ class TrainingSection(_Section):
         precision: "float32", or autocast in "bf16" or "fp16".
         clip_norm: the largest norm of the whole model's gradients; inf only measures it.
         norm_type: the p of that norm.
+        batch_norm: statistics over the rows of a whole micro-batch, or of each replica apart.
     """
 
     steps: Count
@@ -202,6 +203,7 @@ class TrainingSection(_Section):
     precision: Literal["float32", "bf16", "fp16"] = "float32"
     clip_norm: Positive | None = None
     norm_type: Positive = 2.0
+    batch_norm: Literal["global", "local"] = "global"
 
 
 class Job(_Section):

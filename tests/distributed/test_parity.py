@@ -12,10 +12,12 @@ import pytest
 from dapple.runtime.watch import NoWatch
 from tests.distributed.harness import note_action, run_ranks
 from tests.runtime import cases
-from tests.runtime.cases import Run
+from tests.runtime.cases import Run, global_error
 from tests.runtime.runs import ALL_RUNS
+from tests.runtime.test_library import one_process, train_rank
 from tests.runtime.threads import TrainingOnly
 
+RESNET_REPLICAS = (1, 3, 1)
 WORLD_SIZES = sorted({sum(run.replicas) for run in ALL_RUNS})
 
 
@@ -30,14 +32,17 @@ class Noted:
 
 
 def train_all(rank: int, world_size: int, runs: list[Run]) -> list[Any]:
-    """One rank's parameters and losses of each run."""
+    """One rank's parameters and losses of each run, and of a ResNet at the end."""
     # Each rank trains a copy, so that the model has to be captured once only.
-    return [
+    found: list[Any] = [
         cases.train(
             TrainingOnly(cases.build(run.model, evaluation=False)), run, watch=NoWatch(Noted(run))
         )
         for run in runs
     ]
+    if world_size == sum(RESNET_REPLICAS):
+        found.append(train_rank("resnet", RESNET_REPLICAS))
+    return found
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -50,3 +55,8 @@ def test_parameters_and_losses_equal_one_process(world_size: int) -> None:
         for number, run in enumerate(runs)
     }
     assert {run: error for run, error in errors.items() if not error < cases.TOLERANCE} == {}
+    if world_size == sum(RESNET_REPLICAS):
+        # Batch norms add up over three replicas, of which one has no rows at times.
+        state, loss = one_process("resnet")
+        assert global_error([by_run[-1][0] for by_run in results], state) < cases.TOLERANCE
+        assert [by_run[-1][1] for by_run in results] == pytest.approx([loss] * world_size)

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from dapple.errors import CaptureError, InputError, PlanError
+from dapple.errors import CaptureError, InputError
 from dapple.graph import capture
 from dapple.runtime.trainer import Trainer
-from dapple.runtime.wiring import check_model
 from tests.runtime import cases
 from tests.runtime.threads import on_ranks
 
@@ -138,27 +137,6 @@ def test_a_maximum_over_the_batch_of_integers_is_noticed() -> None:
     """Even if the example has the same maximum in both halves."""
     with pytest.warns(UserWarning, match="rows depend on each other"):
         capture(ScaledByLongest(), (torch.randn(4, 4), torch.tensor([3, 1, 3, 1])), loss=F.mse_loss)
-
-
-class Counting(nn.Module):
-    """Counts its calls in a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls.add_(1)
-        return self.linear(x)
-
-
-def test_a_buffer_that_is_updated_needs_one_replica() -> None:
-    """Replicas would count differently, and either would be saved."""
-    graph = capture(Counting(), torch.randn(4, 4), loss=F.mse_loss)
-    check_model(graph, cases.make_plan(graph, (1,), 8, 2))
-    with pytest.raises(PlanError, match="a buffer that its forward updates"):
-        check_model(graph, cases.make_plan(graph, (2,), 8, 2))
 
 
 def test_batches_of_different_sizes_are_refused_on_every_rank() -> None:

@@ -12,7 +12,6 @@ from dapple.errors import InputError, PlanError, ScheduleError
 from dapple.graph import capture
 from dapple.records import Plan
 from dapple.runtime.topology import Topology
-from tests.graph.models import CASES
 from tests.runtime import cases
 from tests.runtime.threads import on_ranks
 
@@ -92,14 +91,6 @@ def test_a_schedule_that_would_deadlock() -> None:
     deep = (first.model_copy(update={"warmup": 1}), last.model_copy(update={"warmup": 2}))
     with pytest.raises(ScheduleError, match="deadlocks"):
         on_ranks(cases.build("mlp"), plan.model_copy(update={"stages": deep}), lambda trainer: None)
-
-
-def test_batch_norm_on_several_replicas() -> None:
-    """Refused by stage, because its statistics would differ from one process."""
-    case = CASES["normed"]
-    graph = capture(case.model(), case.batch(3)[0], loss=case.loss)
-    with pytest.raises(PlanError, match="stage 1 holds batch norm layers and has 2 replicas"):
-        on_ranks(graph, cases.make_plan(graph, (1, 2), 8, 2), lambda trainer: None)
 
 
 @pytest.mark.parametrize("rows", [11, 13, 1])

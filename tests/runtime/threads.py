@@ -89,15 +89,17 @@ class ThreadTransport:
         message = _Message(self._board, buffer, f"receive {peer} -> {self.rank}")
         return self._meet((peer, self.rank), message, self._board.receives, self._board.sends)
 
-    def sum(self, tensor: torch.Tensor, ranks: Sequence[int]) -> Pending:
+    def sum(self, tensor: torch.Tensor, ranks: Sequence[int], channel: int = 0) -> Pending:
         if len(ranks) == 1:
             return Done()
-        key = (tuple(ranks), self._calls[tuple(ranks)])
-        self._calls[tuple(ranks)] += 1
+        place = (tuple(ranks), channel)
+        key = (*place, self._calls[place])
+        self._calls[place] += 1
         with self._board.changed:
             parts = self._board.sums[key]
             parts[self.rank] = tensor
             if len(parts) == len(ranks):
+                assert len({p.shape for p in parts.values()}) == 1, "ranks add up different things"
                 # In order of ranks, so that the last bits do not depend on who came first.
                 total = torch.stack([parts[rank].clone() for rank in sorted(ranks)]).sum(0)
                 for part in parts.values():
@@ -121,7 +123,7 @@ class _Sum:
         self._board, self._key = board, key
 
     def wait(self) -> None:
-        ranks, _ = self._key
+        ranks = self._key[0]
         with self._board.changed:
             parts = self._board.sums[self._key]
             self._board.wait_for(lambda: len(parts) == len(ranks), f"a sum over {ranks}")

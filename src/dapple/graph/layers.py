@@ -150,9 +150,15 @@ class LayerGraph:
         """Some layer of the range normalises over the batch (BatchNorm)."""
         return self._training.uses_batch_statistics(start, stop)
 
-    def writes_buffers(self, start: int, stop: int) -> bool:
-        """Some layer of the range updates a buffer in training."""
-        return self._training.writes_buffers(start, stop)
+    def written_buffers(self, start: int, stop: int, by_rows: bool = False) -> tuple[str, ...]:
+        """The buffers that layers of the range update in training, by the model's names.
+
+        Args:
+            start, stop: the layers, a half-open range.
+            by_rows: only those whose new value depends on the rows, other than by a batch norm.
+        """
+        found = self._training.written_buffers(start, stop, by_rows)
+        return tuple(self._names[name] for name in found)
 
     def flatten_inputs(self, inputs: Any) -> dict[str, Any]:
         """The model's inputs by their names in the graph, checked against the capture.

@@ -77,12 +77,11 @@ def is_mutation(node: fx.Node) -> bool:
 
 def mutated_arguments(node: fx.Node) -> list[fx.Node]:
     """The arguments that a node writes into."""
-    inner = [n for n in _inner(node) if n.op == "placeholder"]
-    if inner:
-        written = {a for n in _inner(node) for a in mutated_arguments(n)}
-        given = [a for a in node.args if isinstance(a, fx.Node) and not _region(a)]
-        return [a for a, n in zip(given, inner, strict=True) if n in written]
-    if updates_statistics(node):
+    body = region_of(node)
+    if body is not None:
+        written = {a for n in body.graph.nodes for a in mutated_arguments(n)}
+        return [given for given, own in region_arguments(node, body) if own in written]
+    if updates_statistics(node) or _is_tracking_instance_norm(node):
         return [a for a in node.args[3:5] if isinstance(a, fx.Node)]
     if not is_mutation(node):
         return []
@@ -161,7 +160,27 @@ def needs_gradient(module: nn.Module, graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
-def _region(node: fx.Node) -> fx.GraphModule | None:
+def region_of(node: fx.Node) -> fx.GraphModule | None:
+    """The body that a node runs, such as of an autocast or no_grad region; None for an operator."""
+    if not is_call(node) or isinstance(node.target, torch._ops.OpOverload):
+        return None
+    bodies = [region_body(argument) for argument in node.all_input_nodes]
+    return next((body for body in bodies if body is not None), None)
+
+
+def region_arguments(node: fx.Node, body: fx.GraphModule) -> list[tuple[fx.Node, fx.Node]]:
+    """Pairs of what a region is given and its own name for it."""
+    given = [a for a in node.args if isinstance(a, fx.Node) and not region_body(a)]
+    own = [n for n in body.graph.nodes if n.op == "placeholder"]
+    return list(zip(given, own, strict=True))
+
+
+def _is_tracking_instance_norm(node: fx.Node) -> bool:
+    # It writes its running statistics, which the schema does not say.
+    return is_call(node) and "instance_norm" in str(node.target) and node.args[5] is True
+
+
+def region_body(node: fx.Node) -> fx.GraphModule | None:
     """The graph that a node stands for, if it is the body of a region such as autocast."""
     owner = node.graph.owning_module
     if node.op != "get_attr" or owner is None:
@@ -171,11 +190,9 @@ def _region(node: fx.Node) -> fx.GraphModule | None:
 
 
 def _inner(node: fx.Node) -> list[fx.Node]:
-    """The nodes inside of a region that a node runs, such as autocast or no_grad."""
-    if not is_call(node) or isinstance(node.target, torch._ops.OpOverload):
-        return []
-    bodies = [_region(argument) for argument in node.all_input_nodes]
-    return [inner for body in bodies if body is not None for inner in body.graph.nodes]
+    """The nodes inside of a region that a node runs."""
+    body = region_of(node)
+    return [] if body is None else list(body.graph.nodes)
 
 
 def _schema(node: fx.Node) -> Any:

@@ -11,6 +11,7 @@ from dapple.graph.nodes import (
     is_call,
     is_mutation,
     mutated_arguments,
+    region_of,
 )
 
 
@@ -22,17 +23,25 @@ def normalise(module: fx.GraphModule) -> None:
     because that tensor is a leaf there. Writes into buffers stay.
     """
     graph = module.graph
-    for node in list(graph.nodes):
-        if is_assertion(node):
-            graph.erase_node(node)
+    _drop_assertions(module)
     for node in list(graph.nodes):
         if is_mutation(node):
             _make_functional(graph, node)
     for node in reversed(list(graph.nodes)):
         unread = not node.users and node.op in ("call_function", "get_attr")
-        if unread and not is_mutation(node) and "batch_norm" not in str(node.target):
+        if unread and not mutated_arguments(node):
             graph.erase_node(node)
     graph.lint()
+    module.recompile()
+
+
+def _drop_assertions(module: fx.GraphModule) -> None:
+    for node in list(module.graph.nodes):
+        body = region_of(node)
+        if body is not None:
+            _drop_assertions(body)
+        if is_assertion(node):
+            module.graph.erase_node(node)
     module.recompile()
 
 

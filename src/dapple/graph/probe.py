@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from dapple.graph.nodes import is_call, is_random, is_tensor
+from dapple.graph.nodes import is_call, is_random, is_tensor, region_of
 from dapple.graph.program import Program
 
 MIXING = "rows depend on each other"
@@ -28,8 +28,9 @@ def rows_that_mix(program: Program, flat: Sequence[Any], batched: Sequence[bool]
         batched: which of them have rows.
     """
     rows = next(v.shape[0] for v, b in zip(flat, batched, strict=True) if b)
-    chance = [n for n in program.graph.nodes if is_random(n) and not _is_dropout(n)]
-    if chance or any(isinstance(v, torch.Tensor) and v.device.type == "meta" for v in flat):
+    if _is_left_to_chance(program.graph) or any(
+        isinstance(v, torch.Tensor) and v.device.type == "meta" for v in flat
+    ):
         return []
     collapsed = _collapsed(program)
     if collapsed is not None:
@@ -48,6 +49,18 @@ def rows_that_mix(program: Program, flat: Sequence[Any], batched: Sequence[bool]
         if value.shape != halves.shape or not _same(value, halves):
             return [_note(name)]
     return []
+
+
+def _is_left_to_chance(graph: fx.Graph) -> bool:
+    """Some random numbers are no dropout, which could be left out."""
+    for node in graph.nodes:
+        body = region_of(node)
+        if body is not None:
+            if _is_left_to_chance(body.graph):
+                return True
+        elif is_random(node) and not _is_dropout(node):
+            return True
+    return False
 
 
 def _note(name: str) -> str:
@@ -91,8 +104,48 @@ def _same(value: torch.Tensor, other: torch.Tensor) -> bool:
     return bool((value - other)[known].abs().max() <= _TOLERANCE * scale + 1e-9)
 
 
-class _Probe(fx.Interpreter):
-    """Runs a program without chance, without batch statistics, and without writing anything."""
+class _Still(fx.Interpreter):
+    """Runs a graph without chance, without batch statistics, and without writing anything."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a node; dropout passes on what it is given."""
+        if is_random(n) and _is_dropout(n) and _ATTENTION not in str(n.target):
+            return self.fetch_args_kwargs_from_env(n)[0][0]
+        return super().run_node(n)
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """A copy of a buffer, so that what is written goes nowhere."""
+        value = super().get_attr(target, args, kwargs)
+        if isinstance(value, fx.GraphModule):
+            return _Region(value)
+        plain = isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
+        return value.clone() if plain else value
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Batch norms use their running statistics if they have any, attention drops nothing."""
+        if _ATTENTION in str(target) and len(args) > 4:
+            args = (*args[:4], 0.0, *args[5:])
+        if "batch_norm" in str(target) and len(args) > 5 and args[5] is True:
+            if args[3] is None:
+                return args[0]
+            args = (*args[:5], False, *args[6:])
+        return super().call_function(target, args, kwargs)
+
+
+class _Region(torch.nn.Module):
+    """The body of a region, such as autocast, run in the same way."""
+
+    def __init__(self, body: fx.GraphModule) -> None:
+        super().__init__()
+        self._body = body
+
+    def forward(self, *values: Any) -> Any:
+        """What the body computes."""
+        return _Still(self._body).run(*values)
+
+
+class _Probe(_Still):
+    """Keeps a program's watched tensors."""
 
     def __init__(self, program: Program) -> None:
         super().__init__(program.module, garbage_collect_values=True)
@@ -117,24 +170,7 @@ class _Probe(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         """Run a node, and keep its value if it is watched."""
-        if is_random(n) and _is_dropout(n) and _ATTENTION not in str(n.target):
-            result = self.fetch_args_kwargs_from_env(n)[0][0]
-        else:
-            result = super().run_node(n)
+        result = super().run_node(n)
         if n in self._watched:
             self._found[n.name] = (result, self._watched[n])
         return result
-
-    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """A copy of a buffer, so that what is written goes nowhere."""
-        value = super().get_attr(target, args, kwargs)
-        plain = isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
-        return value.clone() if plain else value
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Batch norms use their running statistics, attention drops nothing."""
-        if _ATTENTION in str(target) and len(args) > 4:
-            args = (*args[:4], 0.0, *args[5:])
-        if "batch_norm" in str(target) and len(args) > 5 and args[5] is True:
-            args = (*args[:5], False, *args[6:])
-        return super().call_function(target, args, kwargs)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import sympy
 import torch
@@ -32,6 +33,7 @@ from dapple.graph.nodes import (
     needs_gradient,
     updates_statistics,
 )
+from dapple.graph.norms import written_by_rows
 from dapple.graph.units import Units
 
 
@@ -189,13 +191,27 @@ class Program:
         """Some layer of the range is a batch norm in training mode."""
         return any(updates_statistics(n) for n in self.nodes_of(start, stop))
 
-    def writes_buffers(self, start: int, stop: int) -> bool:
-        """Some layer of the range writes into a buffer."""
-        return any(
-            self.roots[a].op == "get_attr"
-            for n in self.nodes_of(start, stop)
-            for a in mutated_arguments(n)
-        )
+    def written_buffers(self, start: int, stop: int, by_rows: bool = False) -> list[str]:
+        """Names in the graph of the buffers that layers of the range write into.
+
+        Args:
+            start, stop: the layers, a half-open range.
+            by_rows: only those whose new value depends on the rows, other than by a batch norm.
+        """
+        nodes = self.nodes_of(start, stop)
+        roots = [r for n in nodes for r in self._written_by_rows.get(n, ())]
+        if not by_rows:
+            roots = [self.roots[a] for n in nodes for a in mutated_arguments(n)]
+        return list(dict.fromkeys(str(r.target) for r in roots if r.op == "get_attr"))
+
+    @cached_property
+    def _written_by_rows(self) -> dict[fx.Node, list[fx.Node]]:
+        rows = {
+            n
+            for n in self.placeholders
+            if is_tensor(n) and any(isinstance(d, torch.SymInt) for d in n.meta["val"].shape)
+        }
+        return written_by_rows(self.graph, rows)
 
     def row_dim(self, node: fx.Node) -> int | None:
         """The dimension of a tensor that holds the rows; None if no single one does."""

@@ -12,7 +12,7 @@ import sympy
 import torch
 from torch import fx, nn
 
-from dapple.graph.nodes import attribute, is_call, is_random, mutated_arguments
+from dapple.graph.nodes import attribute, is_call, is_random, mutated_arguments, region_body
 from dapple.graph.program import BoundaryTensor, Program
 from dapple.graph.recompute import Recomputed
 from dapple.graph.seeds import SeedLayer, leave_generators, seed_layer
@@ -197,7 +197,7 @@ class _StageBuilder:
             makes=tuple(tensors[n] for n in makes),
             has_results=last,
             is_random=any(is_random(n) for n in nodes),
-            writes_buffers=program.writes_buffers(self.start, self.stop),
+            writes_buffers=bool(program.written_buffers(self.start, self.stop)),
             parameter_order=self._parameter_order(needed),
             recomputed=tuple(self.recomputed),
         )
@@ -233,7 +233,16 @@ class _StageBuilder:
         nodes = program.nodes_of(start, stop)
         needed = self._closure(nodes, start, stop)
         ordered = [n for n in program.graph.nodes if n in needed]
-        leaves = [n for n in ordered if not is_call(n) or _is_outside(program, n, start, stop)]
+        # The body of a region such as autocast is no value; who looks into the range finds it there.
+        regions = {n: found for n in ordered if (found := region_body(n)) is not None}
+        leaves = [
+            n
+            for n in ordered
+            if n not in regions and (not is_call(n) or _is_outside(program, n, start, stop))
+        ]
+        root = nn.Module()
+        for node, region in regions.items():
+            root.add_module(str(node.target), region)
         inner = _Body(program, self.names)
         inner.read(leaves)
         for node in ordered:
@@ -245,7 +254,7 @@ class _StageBuilder:
         written = {program.roots[a] for n in nodes for a in mutated_arguments(n)}
         given = len((ROWS, SEED))
         module = Recomputed(
-            fx.GraphModule(nn.Module(), inner.graph),
+            fx.GraphModule(root, inner.graph),
             tuple(given + i for i, leaf in enumerate(leaves) if program.roots[leaf] in written),
         )
         self.recomputed.append(module)

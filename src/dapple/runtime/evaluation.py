@@ -11,6 +11,7 @@ from dapple.runtime.layout import Layout
 from dapple.runtime.precision import Precision
 from dapple.runtime.process import random_state_kept, values_kept
 from dapple.runtime.stage import StageRunner
+from dapple.runtime.statistics import BatchStatistics
 from dapple.runtime.step import EvaluationStep
 from dapple.runtime.topology import Topology
 from dapple.runtime.transport import Transport
@@ -22,6 +23,7 @@ class Evaluator:
 
     Args:
         program: the stage in evaluation mode.
+        statistics: computes those of its batch norms that use the batch in evaluation, too.
         topology: this rank's place.
         transport: the network.
         precision: of the stage.
@@ -32,6 +34,7 @@ class Evaluator:
     def __init__(
         self,
         program: StageProgram,
+        statistics: BatchStatistics,
         topology: Topology,
         transport: Transport,
         precision: Precision,
@@ -39,6 +42,7 @@ class Evaluator:
         progress: ActionLog,
     ) -> None:
         self._program = program
+        self._runner = StageRunner(program, statistics)
         # The two modes may compute other tensors, or the same ones under other names.
         self._boundaries = Boundaries(topology, program.reads, program.makes)
         self._transport = transport
@@ -51,7 +55,7 @@ class Evaluator:
         step = EvaluationStep(
             self._transport,
             layout,
-            StageRunner(self._program),
+            self._runner,
             self._boundaries,
             self._device,
             self._progress,

@@ -51,6 +51,25 @@ class Layout:
         """Rows of a micro-batch that this rank's replica works on."""
         return self._split(micro_batch, self.topology.stage)[self.topology.replica]
 
+    def micro_batch_rows(self, micro_batch: int) -> int:
+        """Rows of a whole micro-batch."""
+        return self._sizes[micro_batch]
+
+    @property
+    def has_absent(self) -> bool:
+        """Some replica of this rank's stage has no rows of some micro-batch that has any."""
+        return any(0 in split for split in self._splits())
+
+    @property
+    def always_present(self) -> int:
+        """The first replica of this rank's stage that has rows of every micro-batch with any."""
+        splits = self._splits()
+        return next(r for r in range(len(splits[0])) if all(split[r] for split in splits))
+
+    def _splits(self) -> list[tuple[int, ...]]:
+        stage = self.topology.stage
+        return [self._split(m, stage) for m, rows in enumerate(self._sizes) if rows]
+
     def slice(self, micro_batch: int) -> slice:
         """This replica's rows of a micro-batch, within the global batch."""
         sizes = self._split(micro_batch, self.topology.stage)

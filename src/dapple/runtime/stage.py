@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from dapple.graph import SeedLayer, StageProgram, leave_generators
 from dapple.runtime.process import random_state_kept
 from dapple.runtime.recorder import Recorder
+from dapple.runtime.statistics import BatchStatistics
 
 
 @dataclass
@@ -33,6 +34,7 @@ class StageRunner:
 
     Args:
         program: the stage's layers.
+        statistics: computes its batch norms.
         device: this rank's device.
         recorder: where the spans of forwards that run again are noted.
     """
@@ -40,10 +42,12 @@ class StageRunner:
     def __init__(
         self,
         program: StageProgram,
+        statistics: BatchStatistics | None = None,
         device: torch.device | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         self.program = program
+        self._statistics = statistics
         self._device = device or torch.device("cpu")
         self._recorder = recorder
         for part in program.recomputed:
@@ -84,6 +88,8 @@ class StageRunner:
             if tensor.needs_grad:
                 value.requires_grad_(True)
             leaves.append(value if tensor.needs_grad else None)
+        if self._statistics is not None:
+            self._statistics.begin(micro_batch)
         with self._random_state_kept():
             made, results = self.program(rows, inputs, received, seed)
         edges = tuple(get_gradient_edge(t) if t.requires_grad else None for t in made)
@@ -94,8 +100,20 @@ class StageRunner:
         self, rows: int, inputs: Mapping[str, Any], received: Mapping[str, torch.Tensor]
     ) -> tuple[tuple[torch.Tensor, ...], tuple[Any, ...]]:
         """Compute a piece without gradients and without leaving anything behind."""
+        if self._statistics is not None:
+            self._statistics.begin(None)
         with torch.no_grad():
             return self.program(rows, inputs, received)
+
+    def absent_forward(self) -> None:
+        """Take part in the forward of a micro-batch of which this replica has no rows."""
+        if self._statistics is not None:
+            self._statistics.absent_forward()
+
+    def absent_backward(self) -> None:
+        """Take part in the backward of a micro-batch of which this replica has no rows."""
+        if self._statistics is not None:
+            self._statistics.absent_backward()
 
     def set_loss(self, micro_batch: int, scaled_loss: torch.Tensor | None) -> None:
         """Give the loss that the backward of a micro-batch on the last stage starts from.
@@ -127,6 +145,10 @@ class StageRunner:
         if state.loss is not None and state.loss.requires_grad:
             roots.append(state.loss)
             starts.append(None)
+        if self._statistics is not None:
+            tokens = self._statistics.resume(micro_batch)
+            roots += tokens
+            starts += [torch.zeros_like(token) for token in tokens]
         if roots:
             torch.autograd.backward(roots, starts)
         results: list[torch.Tensor | None] = []

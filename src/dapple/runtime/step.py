@@ -106,6 +106,9 @@ class TrainingStep:
                     loss = batch.objective.loss(micro_batch, where, results)
                     self._runner.set_loss(micro_batch, loss)
             self._exchange.send_outputs(micro_batch, made)
+        elif self._layout.micro_batch_rows(micro_batch):
+            self._progress.set("forward", micro_batch)
+            self._runner.absent_forward()
         if micro_batch < self._backwards_done + GRADIENT_WINDOW:
             self._post_gradients(micro_batch)
 
@@ -120,6 +123,9 @@ class TrainingStep:
                 results = self._runner.backward(micro_batch, gradients)
             self._exchange.send_gradients(micro_batch, results)
             self._exchange.release_outputs(micro_batch)
+        elif self._layout.micro_batch_rows(micro_batch):
+            self._progress.set("backward", micro_batch)
+            self._runner.absent_backward()
         self._backwards_done += 1
         ahead = micro_batch + GRADIENT_WINDOW
         if ahead < self._forwards_done:
@@ -152,12 +158,18 @@ class EvaluationStep:
 
     def run(self, batch: Batch) -> None:
         """Run all forwards."""
-        total = self._layout.num_micro_batches
-        active = [m for m in range(total) if self._layout.rows(m)]
+        whole = range(self._layout.num_micro_batches)
+        active = [m for m in whole if self._layout.rows(m)]
         for micro_batch in active[: 1 + RECEIVE_AHEAD]:
             self._exchange.post_inputs(micro_batch)
-        for position, micro_batch in enumerate(active):
+        position = -1
+        for micro_batch in whole:
             self._progress.set("evaluate", micro_batch)
+            if not self._layout.rows(micro_batch):
+                if self._layout.micro_batch_rows(micro_batch):
+                    self._runner.absent_forward()
+                continue
+            position += 1
             received = self._exchange.take_inputs(micro_batch)
             where = self._layout.slice(micro_batch)
             made, results = self._runner.evaluate(

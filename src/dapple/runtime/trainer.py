@@ -19,6 +19,7 @@ from dapple.errors import InputError
 from dapple.graph import LayerGraph, SeedLayer
 from dapple.records import Plan, Timeline
 from dapple.runtime.batch import Batch, WeightFunction, check_targets
+from dapple.runtime.buffers import WrittenBuffers
 from dapple.runtime.clipping import Clipping, counted_here
 from dapple.runtime.evaluation import Evaluator
 from dapple.runtime.exchange import Boundaries
@@ -46,6 +47,7 @@ from dapple.runtime.process import (
 from dapple.runtime.recorder import Recorder
 from dapple.runtime.results import Evaluation, StepResult
 from dapple.runtime.stage import StageRunner
+from dapple.runtime.statistics import BatchNormRule, BatchStatistics
 from dapple.runtime.step import TrainingStep
 from dapple.runtime.topology import Topology
 from dapple.runtime.transport import Transport
@@ -80,6 +82,8 @@ class Trainer:
         precision: "float32" computes in the model's own types, "bf16" and "fp16" under autocast.
         scaler: holds the loss scale and how it changes; by default torch's own for "fp16", and none
             otherwise.
+        batch_norm: batch norms of a stage with several replicas take their statistics over the rows
+            of the whole micro-batch ("global"), or of each replica apart ("local").
         device: this rank's device; by default the accelerator of the local rank, else the CPU.
         seed: for dropout: masks depend on seed, step, micro-batch, layer and first row.
         transport: the network; by default `torch.distributed`, set up by torchrun's environment.
@@ -106,6 +110,7 @@ class Trainer:
         error_if_nonfinite: bool = False,
         precision: PrecisionName = "float32",
         scaler: torch.amp.GradScaler | None = None,
+        batch_norm: BatchNormRule = "global",
         device: torch.device | None = None,
         seed: int = 0,
         transport: Transport | None = None,
@@ -177,18 +182,30 @@ class Trainer:
             self._precision,
             self._metrics,
         )
+        statistics, evaluation_statistics = (
+            BatchStatistics(program, self._transport, self.topology, batch_norm, self.device)
+            for program in (self._program, self._evaluation)
+        )
         self._evaluator = Evaluator(
             self._evaluation,
+            evaluation_statistics,
             self.topology,
             self._transport,
             self._precision,
             self.device,
             self._progress,
         )
+        self._written = WrittenBuffers(
+            self._program.module,
+            graph.written_buffers(stage.start, stage.stop),
+            self.topology,
+            self._transport,
+            batch_norm,
+        )
         self._recorder = Recorder(
             rank, self.topology.stage, self.topology.replica, self.device, record
         )
-        self._runner = StageRunner(self._program, self.device, self._recorder)
+        self._runner = StageRunner(self._program, statistics, self.device, self._recorder)
         self._fresh = True
         self.peak_boundary_bytes = 0
         self.last_step_seconds = 0.0
@@ -353,6 +370,7 @@ class Trainer:
         )
         with self._precision.step():
             step.run(batch)
+        self._written.equalise(layout)
         self.peak_boundary_bytes = step.peak_boundary_bytes
         self._fresh = update
         verdict = self._update() if update else Verdict()

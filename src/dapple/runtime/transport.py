@@ -13,6 +13,9 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+GRADIENTS, STATISTICS = 0, 1
+"""Channels of sums: of gradients and losses, and of batch statistics in the midst of actions."""
+
 
 class Pending(Protocol):
     """A transfer or sum under way."""
@@ -33,8 +36,11 @@ class Transport(Protocol):
     def receive(self, buffer: torch.Tensor, peer: int, stages: tuple[int, int]) -> Pending:
         """Start receiving into a contiguous buffer of exactly the message's size."""
 
-    def sum(self, tensor: torch.Tensor, ranks: Sequence[int]) -> Pending:
-        """Start adding up a tensor over `ranks`, in place on each. Every one must call it."""
+    def sum(self, tensor: torch.Tensor, ranks: Sequence[int], channel: int = GRADIENTS) -> Pending:
+        """Start adding up a tensor over `ranks`, in place on each. Every one must call it.
+
+        Sums of one channel over the same ranks must be started in the same order on each.
+        """
 
 
 class DistributedTransport:
@@ -47,7 +53,8 @@ class DistributedTransport:
     that both receive first would wait for each other. (Never run on NCCL so far.)
 
     Args:
-        sum_groups: sets of ranks that will sum together, in the same order on all ranks.
+        sum_groups: sets of ranks that will sum gradients together, in the same order on all ranks.
+        statistics_groups: sets of ranks that will sum batch statistics together, in the same order.
         stage_pairs: (producer stage, consumer stage) that exchange tensors.
         ranks_of_stage: the ranks of each stage.
     """
@@ -57,14 +64,18 @@ class DistributedTransport:
         sum_groups: Sequence[tuple[int, ...]],
         stage_pairs: Sequence[tuple[int, int]],
         ranks_of_stage: Sequence[tuple[int, ...]],
+        statistics_groups: Sequence[tuple[int, ...]] = (),
     ) -> None:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         everyone = tuple(range(self.world_size))
-        self._sums: dict[tuple[int, ...], dist.ProcessGroup | None] = {everyone: None}
-        for ranks in sum_groups:
-            if ranks not in self._sums and len(ranks) > 1:
-                self._sums[ranks] = dist.new_group(list(ranks))
+        self._sums: dict[tuple[int, tuple[int, ...]], dist.ProcessGroup | None] = {
+            (GRADIENTS, everyone): None
+        }
+        keys = [(GRADIENTS, ranks) for ranks in sum_groups]
+        for key in [*keys, *((STATISTICS, ranks) for ranks in statistics_groups)]:
+            if key not in self._sums and len(key[1]) > 1:
+                self._sums[key] = dist.new_group(list(key[1]))
         self._pairs: dict[tuple[int, int], dist.ProcessGroup | None] = {}
         for pair in itertools.chain.from_iterable((p, p[::-1]) for p in stage_pairs):
             if dist.get_backend() == "gloo":
@@ -81,11 +92,11 @@ class DistributedTransport:
         """Start receiving from `peer`; `stages` are (the peer's, own stage)."""
         return _started(dist.irecv(buffer, src=peer, group=self._pairs[stages]))
 
-    def sum(self, tensor: torch.Tensor, ranks: Sequence[int]) -> Pending:
+    def sum(self, tensor: torch.Tensor, ranks: Sequence[int], channel: int = GRADIENTS) -> Pending:
         """Start an AllReduce (SUM) over `ranks`; a rank alone has nothing to add."""
         if len(ranks) == 1:
             return Done()
-        group = self._sums[tuple(ranks)]
+        group = self._sums[channel, tuple(ranks)]
         return _started(dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=True))
 
 

@@ -29,16 +29,12 @@ def check_model(graph: LayerGraph, plan: Plan) -> None:
             f"{graph.name} has {actual}; make a plan from this model's profile"
         )
     for number, stage in enumerate(plan.stages):
-        where = stage.start, stage.stop
-        if stage.replicas == 1:
-            continue
-        if graph.uses_batch_statistics(*where) or graph.writes_buffers(*where):
-            held = "a buffer that its forward updates"
-            if graph.uses_batch_statistics(*where):
-                held = "batch norm layers"
+        written = graph.written_buffers(stage.start, stage.stop, by_rows=True)
+        if written and stage.replicas > 1:
             raise PlanError(
-                f"stage {number} holds {held} and has {stage.replicas} replicas, which the runtime "
-                "can't keep equal to one device yet; plan one replica for it"
+                f"stage {number} has {stage.replicas} replicas, and its forward updates buffer "
+                f'"{written[0]}" from the rows that it sees, which differ from one replica to the '
+                "next; plan one replica for it"
             )
 
 
@@ -72,4 +68,10 @@ def connect(graph: LayerGraph, topology: Topology) -> DistributedTransport:
         for consumer in tensor.consumers
     }
     different = sorted((a, b) for a, b in pairs if a != b)
-    return DistributedTransport(groups, different, topology.ranks)
+    statistics = [
+        ranks
+        for ranks, stage in zip(topology.ranks, topology.plan.stages, strict=True)
+        if graph.uses_batch_statistics(stage.start, stage.stop)
+        or graph.written_buffers(stage.start, stage.stop)
+    ]
+    return DistributedTransport(groups, different, topology.ranks, statistics)

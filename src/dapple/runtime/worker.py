@@ -86,6 +86,7 @@ def run_job(
             clip_norm=job.training.clip_norm,
             norm_type=job.training.norm_type,
             precision=job.training.precision,
+            batch_norm=job.training.batch_norm,
             device=device,
             seed=job.training.seed,
             watch=watch,
