@@ -85,7 +85,10 @@ def reentrant(self: Affine, x: Tensor) -> Tensor:
         ),
         (fixed_batch, ["fixes the batch size", "take sizes from the input's shape"]),
         (own_backward, ["Reversed, an autograd.Function", "write it with operators"]),
-        (reentrant, ["use_reentrant=True", "call it with use_reentrant=False"]),
+        (
+            reentrant,
+            ["use_reentrant=True) in the model's own forward", "call it with use_reentrant=False"],
+        ),
     ],
 )
 def test_a_forward_that_export_can_not_keep(between: Any, words: list[str]) -> None:
@@ -102,10 +105,27 @@ def test_a_failed_export_prints_nothing(capfd: pytest.CaptureFixture[str]) -> No
     assert "".join(capfd.readouterr()) == ""
 
 
-def test_checkpointing_that_autograd_knows_is_taken() -> None:
-    """use_reentrant=False traces into plain operators."""
-    model = Affine(lambda self, x: checkpoint(torch.tanh, x, use_reentrant=False))
-    assert capture(model, torch.randn(3, 4), loss=F.mse_loss, evaluation=False).num_layers == 2
+def not_reentrant(self: Affine, x: Tensor) -> Tensor:
+    return checkpoint(torch.tanh, x, use_reentrant=False)
+
+
+def offloaded(self: Affine, x: Tensor) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return torch.tanh(x)
+
+
+@pytest.mark.parametrize(
+    ("between", "kind"), [(not_reentrant, "checkpoint"), (offloaded, "save_on_cpu")]
+)
+def test_memory_that_would_no_longer_be_saved(between: Any, kind: str) -> None:
+    """The operators are taken, and the user is told in which modules the saving is gone."""
+    model = nn.Sequential(Affine(between), Affine(between), Affine())
+    words = rf'not saved by {kind} in module "0" and 1 more: .* plan recompute layers instead'
+    with pytest.warns(UserWarning, match=words):
+        graph = capture(model, torch.randn(3, 4), loss=F.mse_loss, evaluation=False)
+    assert len(graph.notes) == 1
+    enter = torch.autograd.graph.saved_tensors_hooks.__enter__
+    assert enter.__module__ == "torch.autograd.graph"
 
 
 def test_no_scalar_loss() -> None:

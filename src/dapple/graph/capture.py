@@ -18,7 +18,12 @@ from torch.export import Dim, export
 from torch.utils import _pytree as pytree
 
 from dapple.errors import CaptureError
-from dapple.graph.backwards import own_backwards_refused, refuse_backward_hooks
+from dapple.graph.backwards import (
+    LOST_SAVINGS,
+    own_backwards_refused,
+    refuse_backward_hooks,
+    savings_noted,
+)
 from dapple.graph.failures import export_failure, export_output_kept
 from dapple.graph.layers import InputSpec, LayerGraph, LossFunction, as_call, own_loss
 from dapple.graph.nodes import attribute
@@ -57,7 +62,8 @@ def capture(
 
     Warns:
         UserWarning: some row's values depend on other rows, so that pieces of a batch give other
-            gradients than the whole; also in `notes`.
+            gradients than the whole. Or the forward saves memory in a way that capture loses.
+            Both are also in `notes`.
 
     Raises:
         CaptureError: export failed, the example has fewer than 2 rows, or the loss has parameters.
@@ -79,7 +85,8 @@ def capture(
         if not model.training:
             model.train()
         with objects_left_out(model) as left_out:
-            training, output_spec = _export(model, arguments, keywords, batched, units)
+            with savings_noted(model) as savings:
+                training, output_spec = _export(model, arguments, keywords, batched, units)
             output_specs = {True: output_spec}
             other = None
             if evaluation:
@@ -90,11 +97,11 @@ def capture(
         for module, mode in modes.items():
             module.training = mode
     programs = [training] if other is None else [training, other]
-    notes = [*left_out, *_align(programs)]
+    notes = [*left_out, *savings, *_align(programs)]
     names = _first_names(model, *programs)
     notes += rows_that_mix(training, flat, batched)
     for note in notes:
-        if note.startswith(MIXING):
+        if note.startswith((MIXING, LOST_SAVINGS)):
             warnings.warn(f"{type(model).__name__}: {note}", stacklevel=2)
     specs = tuple(
         _input_spec(node.name, v, b)
@@ -165,7 +172,11 @@ def _export(
     shapes = pytree.tree_unflatten([{0: dim} if b else None for b in batched], spec)
     random = torch.get_rng_state()
     try:
-        with warnings.catch_warnings(), own_backwards_refused(), export_output_kept() as printed:
+        with (
+            warnings.catch_warnings(),
+            own_backwards_refused(model),
+            export_output_kept() as printed,
+        ):
             warnings.simplefilter("ignore")
             exported = export(
                 model,
