@@ -193,6 +193,7 @@ class TrainingSection(_Section):
         clip_norm: the largest norm of the whole model's gradients; inf only measures it.
         norm_type: the p of that norm.
         batch_norm: statistics over the rows of a whole micro-batch, or of each replica apart.
+        compile: compile each stage with `torch.compile`.
     """
 
     steps: Count
@@ -204,6 +205,7 @@ class TrainingSection(_Section):
     clip_norm: Positive | None = None
     norm_type: Positive = 2.0
     batch_norm: Literal["global", "local"] = "global"
+    compile: bool = False
 
 
 class Job(_Section):

@@ -115,6 +115,18 @@ def test_micro_batches_and_replicas_differ_by_rounding_only(
     assert [found for _, found in results] == [pytest.approx(losses, rel=2e-3)] * len(results)
 
 
+def test_recomputed_layers_run_under_autocast_again() -> None:
+    """Bitwise the numbers of layers that keep their activations."""
+    graph = captured("gpt")
+    plan = cases.make_plan(graph, (1, 1), ROWS, 2)
+    first, last = plan.stages
+    again = plan.model_copy(update={"stages": (first.model_copy(update={"recompute": True}), last)})
+    work = functools.partial(trained, "gpt", STEPS)
+    kept, recomputed = (on_ranks(graph, p, work, precision="bf16") for p in (plan, again))
+    for (mine, _), (its, _) in zip(kept, recomputed, strict=True):
+        assert all(torch.equal(value, its[name]) for name, value in mine.items())
+
+
 def test_what_crosses_a_cut_is_half_as_wide() -> None:
     """And what autocast leaves in float32 stays so: the residual stream of a GPT."""
     wanted = {"int and bool": torch.bfloat16, "gpt": torch.float32}

@@ -8,7 +8,6 @@ the whole model on tensors without values.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -18,6 +17,7 @@ import torch
 from dapple.errors import CaptureError, InputError
 from dapple.graph import BoundaryTensor, LayerGraph, StageProgram
 from dapple.runtime.causes import one_line
+from dapple.runtime.surrounded import surrounded
 
 PrecisionName = Literal["float32", "bf16", "fp16"]
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -64,7 +64,6 @@ class Precision:
         """
         if self.name not in _TYPES:
             return program
-        fields = {f.name: getattr(program, f.name) for f in dataclasses.fields(program)}
         if program.reads or program.makes:
             try:
                 types = graph.dtypes_under(self.forward(), self.device, training)
@@ -73,22 +72,10 @@ class Precision:
                     f"the types under {self.name} of the tensors between stages can't be told: "
                     f'{one_line(error)}; train in precision "float32"'
                 ) from error
-            fields["reads"] = _typed(program.reads, types)
-            fields["makes"] = _typed(program.makes, types)
-        return _CastProgram(**fields, around=self.forward)
-
-
-@dataclass(frozen=True)
-class _CastProgram(StageProgram):
-    """A stage whose forward runs within a context."""
-
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext
-
-    def __call__(
-        self, *arguments: Any, **keywords: Any
-    ) -> tuple[tuple[torch.Tensor, ...], tuple[Any, ...]]:
-        with self.around():
-            return super().__call__(*arguments, **keywords)
+            program = dataclasses.replace(
+                program, reads=_typed(program.reads, types), makes=_typed(program.makes, types)
+            )
+        return surrounded(program, self.forward)
 
 
 def _typed(

@@ -21,6 +21,7 @@ from dapple.records import Plan, Timeline
 from dapple.runtime.batch import Batch, WeightFunction, check_targets
 from dapple.runtime.buffers import WrittenBuffers
 from dapple.runtime.clipping import Clipping, counted_here
+from dapple.runtime.compiling import CompileOptions, compiled
 from dapple.runtime.evaluation import Evaluator
 from dapple.runtime.exchange import Boundaries
 from dapple.runtime.gradients import GradientBuffers
@@ -84,6 +85,8 @@ class Trainer:
             otherwise.
         batch_norm: batch norms of a stage with several replicas take their statistics over the rows
             of the whole micro-batch ("global"), or of each replica apart ("local").
+        compile: compile the stage with `torch.compile` when it first runs: True, or its keyword
+            arguments.
         device: this rank's device; by default the accelerator of the local rank, else the CPU.
         seed: for dropout: masks depend on seed, step, micro-batch, layer and first row.
         transport: the network; by default `torch.distributed`, set up by torchrun's environment.
@@ -111,6 +114,7 @@ class Trainer:
         precision: PrecisionName = "float32",
         scaler: torch.amp.GradScaler | None = None,
         batch_norm: BatchNormRule = "global",
+        compile: CompileOptions = False,
         device: torch.device | None = None,
         seed: int = 0,
         transport: Transport | None = None,
@@ -145,6 +149,12 @@ class Trainer:
         names = list(graph.parameters())
         self._release_other_stages()
         move_to(self.device, self._program.module, self._evaluation.module)
+        joint = batch_norm == "global" and stage.replicas > 1
+        joint = joint and graph.uses_batch_statistics(stage.start, stage.stop)
+        self._program, self._evaluation = (
+            compiled(program, compile, self.topology.stage, joint)
+            for program in (self._program, self._evaluation)
+        )
         self._boundaries = Boundaries(self.topology, self._program.reads, self._program.makes)
         self._transport = transport or connect(graph, self.topology)
         trainable = {n: p for n, p in self._program.module.named_parameters() if p.requires_grad}

@@ -87,6 +87,7 @@ def run_job(
             norm_type=job.training.norm_type,
             precision=job.training.precision,
             batch_norm=job.training.batch_norm,
+            compile=job.training.compile,
             device=device,
             seed=job.training.seed,
             watch=watch,

@@ -1,0 +1,69 @@
+"""`torch.compile` of a rank's stage, if the user wants it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._dynamo.exc import TorchDynamoException
+
+from dapple.errors import InputError
+from dapple.graph import StageProgram
+from dapple.runtime.causes import one_line
+from dapple.runtime.surrounded import surrounded
+
+CompileOptions = bool | Mapping[str, Any]
+
+
+def compiled(
+    program: StageProgram, options: CompileOptions, stage: int, joint_statistics: bool = False
+) -> StageProgram:
+    """A stage that is compiled when it first runs, in training and in evaluation on its own.
+
+    The number of rows is a variable of what is compiled; a single row may be compiled once more.
+
+    Args:
+        program: the stage.
+        options: False leaves it as it is; keyword arguments of `torch.compile`.
+        stage: its number, for messages.
+        joint_statistics: its replicas take statistics together.
+
+    Raises:
+        InputError: options that torch does not take, or a stage that recomputes or whose replicas
+            take statistics together.
+    """
+    if options is False:
+        return program
+    if program.recomputed:
+        raise InputError(
+            f"stage {stage} recomputes layers, which can't be compiled as well; leave out compile, "
+            "or take a plan without recompute"
+        )
+    if joint_statistics:
+        raise InputError(
+            f"stage {stage} holds batch norms over the rows of several replicas, which can't be "
+            'compiled; leave out compile, or take batch_norm="local"'
+        )
+    given: dict[str, Any] = {"dynamic": True, **({} if options is True else options)}
+    try:
+        program.module.compile(**given)
+    except (TypeError, RuntimeError, AssertionError, TorchDynamoException) as error:
+        raise InputError(f"torch.compile refuses {given}: {one_line(error)}") from error
+    return surrounded(program, lambda: _refusing(stage))
+
+
+@contextmanager
+def _refusing(stage: int) -> Iterator[None]:
+    try:
+        yield
+    except TorchDynamoException as error:
+        raise InputError(
+            f"stage {stage} can't be compiled: {one_line(error)}; leave out compile, or try another "
+            f"backend, such as compile={{'backend': 'aot_eager'}}; known here: {_backends()}"
+        ) from error
+
+
+def _backends() -> str:
+    return ", ".join(torch.compiler.list_backends())
