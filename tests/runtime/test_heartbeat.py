@@ -177,3 +177,16 @@ def test_sigterm_reaches_a_waiting_thread_and_not_the_parent_of_a_fork() -> None
     finally:
         pipe.close()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_pipes_of_one_process_close_in_any_order(first: int) -> None:
+    """As two trainers in one script do; in the end SIGTERM is whose it was."""
+    pipes = [TerminationPipe(), TerminationPipe()]
+    pipes.pop(first).close()
+    assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert pipes[0].wait(10.0)
+    pipes[0].close()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.set_wakeup_fd(-1) == -1

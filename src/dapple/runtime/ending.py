@@ -35,6 +35,7 @@ class TerminationPipe:
         self._poll.register(self._read_end, select.POLLIN)
         # A forked child (a data loader's worker, say) has the same pipe: the end of a child must
         # not look like the end of this process.
+        _open_pipes.append(self)
         forked = weakref.WeakMethod(self._forget_in_child)
         os.register_at_fork(after_in_child=lambda: (method := forked()) and method())
 
@@ -50,8 +51,16 @@ class TerminationPipe:
 
     def close(self) -> None:
         """Give SIGTERM back to whoever had it. In the main thread, and when nobody waits."""
-        signal.set_wakeup_fd(self._old_descriptor)
-        signal.signal(signal.SIGTERM, self._old_handler)
+        place = _open_pipes.index(self)
+        if self is _open_pipes[-1]:
+            signal.set_wakeup_fd(self._old_descriptor)
+            signal.signal(signal.SIGTERM, self._old_handler)
+        else:
+            # The next one, made while this was open, will give it back to whom we had it from.
+            following = _open_pipes[place + 1]
+            following._old_descriptor = self._old_descriptor
+            following._old_handler = self._old_handler
+        _open_pipes.remove(self)
         os.close(self._read_end)
         os.close(self._write_end)
 
@@ -59,6 +68,10 @@ class TerminationPipe:
         if signal.getsignal(signal.SIGTERM) is _ignore:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+_open_pipes: list[TerminationPipe] = []
+"""In the order in which they were made; the last one gets the signals."""
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
