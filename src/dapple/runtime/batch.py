@@ -203,4 +203,6 @@ def _check_weights(weights: dict[int, float]) -> None:
 
 def rows_of(targets: Any, where: slice) -> Any:
     """A row range of every target tensor; everything else as it is."""
+    if isinstance(targets, torch.Tensor):
+        return targets[where]
     return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor[where], targets)

@@ -30,7 +30,7 @@ class Piece:
 
 
 class Layout:
-    """How the rows of one step lie, seen from one rank.
+    """How the rows of a step lie, seen from one rank. Answers are kept: use it for many steps.
 
     Args:
         topology: this rank's place.
@@ -46,6 +46,9 @@ class Layout:
         self.num_micro_batches = plan.num_micro_batches if same else -(-global_batch_size // size)
         self._sizes = split_rows(global_batch_size, self.num_micro_batches)
         self._starts = (0, *itertools.accumulate(self._sizes))
+        # By the rows of a micro-batch, of which there are two numbers at most.
+        self._split_of: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._pieces_of: dict[tuple[int, int, bool], list[Piece]] = {}
 
     def rows(self, micro_batch: int) -> int:
         """Rows of a micro-batch that this rank's replica works on."""
@@ -85,6 +88,13 @@ class Layout:
             with_rows: the tensor has rows; otherwise it is the same for every row, and each
                 replica that reads it gets it from one replica that makes it.
         """
+        key = self._sizes[micro_batch], stage, with_rows
+        found = self._pieces_of.get(key)
+        if found is None:
+            found = self._pieces_of[key] = self._find_pieces(micro_batch, stage, with_rows)
+        return found
+
+    def _find_pieces(self, micro_batch: int, stage: int, with_rows: bool) -> list[Piece]:
         here = self.topology.stage
         first, last = min(here, stage), max(here, stage)
         senders, receivers = self._split(micro_batch, first), self._split(micro_batch, last)
@@ -101,8 +111,12 @@ class Layout:
         return pieces
 
     def _split(self, micro_batch: int, stage: int) -> tuple[int, ...]:
-        plan = self.topology.plan.stages[stage]
-        return split_rows(self._sizes[micro_batch], plan.replicas, plan.rows)
+        key = self._sizes[micro_batch], stage
+        found = self._split_of.get(key)
+        if found is None:
+            plan = self.topology.plan.stages[stage]
+            found = self._split_of[key] = split_rows(key[0], plan.replicas, plan.rows)
+        return found
 
 
 def _whole_pairs(senders: tuple[int, ...], receivers: tuple[int, ...]) -> list[tuple[int, int]]:

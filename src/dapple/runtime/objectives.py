@@ -82,6 +82,8 @@ class Objectives:
 
         def targets_of(where: slice) -> Any:
             piece = rows_of(targets, where)
+            if isinstance(piece, torch.Tensor):
+                return piece.to(self._device)
             return pytree.tree_map_only(torch.Tensor, lambda t: t.to(self._device), piece)
 
         inputs_of = functools.partial(self._graph.rows_of_inputs, inputs)

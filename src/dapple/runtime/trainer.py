@@ -410,7 +410,7 @@ class Trainer:
 
     def _prepare(self, inputs: Any, targets: Any) -> tuple[dict[str, Any], Layout]:
         named = self._graph.flatten_inputs(inputs)
-        layout = Layout(self.topology, self._graph.batch_size(named))
+        layout = self._layout_for(self._graph.batch_size(named))
         check_targets(targets, layout.global_batch_size)
         return named, layout
 
@@ -439,6 +439,10 @@ class Trainer:
         self._transport.sum(sums, tuple(range(self._transport.world_size))).wait()
         loss, _, *found = (v if sums[1] else math.nan for v in sums.tolist())
         return loss, dict(zip(names, found, strict=True))
+
+    @functools.lru_cache(maxsize=64)  # noqa: B019 - one trainer lives as long as its process
+    def _layout_for(self, global_batch_size: int) -> Layout:
+        return Layout(self.topology, global_batch_size)
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 - one trainer lives as long as its process
     def _schedule_for(self, num_micro_batches: int) -> Schedule:
