@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ class Workload:
 
     Attributes:
         name: how reports and plans call the model.
-        model: any module, unmodified; it is called with `inputs`.
+        model: any module, unmodified, or a list of layers; it is called with `inputs`.
         inputs: B -> example inputs of B rows, the same for the same B: a tensor, a tuple of
             positional or a dict of keyword arguments. Used to capture and to profile, so shapes
             and dtypes must be those of training; values need not be.
@@ -32,7 +32,7 @@ class Workload:
     """
 
     name: str
-    model: nn.Module
+    model: nn.Module | Sequence[nn.Module]
     inputs: Callable[[int], Any]
     targets: Callable[[int], Tensor | tuple[Tensor, ...]] | None = None
     loss: Callable[[Any, Any], Tensor] | None = None

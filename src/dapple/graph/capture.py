@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -18,6 +20,7 @@ from torch.export import Dim, export
 from torch.utils import _pytree as pytree
 
 from dapple.errors import CaptureError
+from dapple.graph.as_is import AS_IS, programs_as_is
 from dapple.graph.backwards import (
     LOST_SAVINGS,
     own_backwards_refused,
@@ -37,7 +40,7 @@ _MAX_BATCH = 1 << 20
 
 
 def capture(
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     inputs: Any,
     *,
     loss: LossFunction | None = None,
@@ -49,7 +52,8 @@ def capture(
     """Capture a model with example inputs.
 
     Args:
-        model: any module that `torch.export` takes; it is not modified.
+        model: any module that `torch.export` takes; it is not modified. An `nn.Sequential`, or a
+            list of layers, that it does not take is captured as it is: each child a layer.
         inputs: a tensor, a tuple of positional or a dict of keyword arguments, of at least 2 rows.
             Tensors whose first dimension equals the first tensor's are taken as batched.
         loss: (output, targets) -> scalar mean loss; None: the model returns its loss (a scalar, a
@@ -63,45 +67,39 @@ def capture(
     Warns:
         UserWarning: some row's values depend on other rows, so that pieces of a batch give other
             gradients than the whole. Or the forward saves memory in a way that capture loses.
-            Both are also in `notes`.
+            Or layers are taken as they are. All of it is also in `notes`.
 
     Raises:
-        CaptureError: export failed, the example has fewer than 2 rows, or the loss has parameters.
+        CaptureError: export failed and the model is no list of layers, the example has fewer than 2 rows, or the loss has parameters.
     """
     if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
         raise CaptureError(
             f"the loss {type(loss).__name__} has parameters of its own, which nothing would train; "
             "compute the loss inside the model"
         )
+    if not isinstance(model, nn.Module):
+        model = nn.Sequential(*model)
     refuse_backward_hooks(model)
     arguments, keywords = as_call(inputs)
     flat, input_spec = pytree.tree_flatten((arguments, keywords))
     rows = _example_rows(flat)
     batched = _batched(arguments, keywords, rows, shared)
-    modes = {module: module.training for module in model.modules()}
-    units = Units(model, finer)
-    try:
-        # A model in training mode is taken as it is: parts of it may be in evaluation mode for good.
-        if not model.training:
-            model.train()
-        with objects_left_out(model) as left_out:
-            with savings_noted(model) as savings:
-                training, output_spec = _export(model, arguments, keywords, batched, units)
-            output_specs = {True: output_spec}
-            other = None
-            if evaluation:
-                other, output_specs[False] = _export(
-                    model.eval(), arguments, keywords, batched, units
-                )
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-    programs = [training] if other is None else [training, other]
-    notes = [*left_out, *savings, *_align(programs)]
+    with _modes_kept(model):
+        try:
+            found = _exported(model, arguments, keywords, batched, finer, evaluation)
+        except CaptureError as error:
+            if not isinstance(model, nn.Sequential):
+                raise CaptureError(
+                    f"{error}; or hand over a list of layers, which are taken as they are"
+                ) from error
+            found = _taken_as_is(model, arguments, batched, evaluation, str(error))
+        training = found.programs[True]
+        programs = list(found.programs.values())
+        notes = [*found.notes, *_align(programs)]
+        notes += rows_that_mix(found.probed, flat, batched)
     names = _first_names(model, *programs)
-    notes += rows_that_mix(training, flat, batched)
     for note in notes:
-        if note.startswith((MIXING, LOST_SAVINGS)):
+        if note.startswith((MIXING, LOST_SAVINGS, AS_IS)):
             warnings.warn(f"{type(model).__name__}: {note}", stacklevel=2)
     specs = tuple(
         _input_spec(node.name, v, b)
@@ -118,14 +116,82 @@ def capture(
         notes=tuple(notes),
         _model=model,
         _training=training,
-        _evaluation=other,
+        _evaluation=found.programs.get(False),
         _input_spec=input_spec,
-        _output_specs=output_specs,
+        _output_specs=found.output_specs,
         _names=names,
     )
     if loss is None:
         _check_own_loss(graph)
     return graph
+
+
+@contextmanager
+def _modes_kept(model: nn.Module) -> Iterator[None]:
+    """Leave each module in the mode that it was found in."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The programs of training (True) and evaluation mode, and what goes with them.
+
+    Attributes:
+        output_specs: the structure of each mode's output.
+        probed: the program that shows whether rows mix.
+        notes: what the user should know.
+    """
+
+    programs: dict[bool, Program]
+    output_specs: dict[bool, pytree.TreeSpec]
+    probed: Program
+    notes: list[str]
+
+
+def _exported(
+    model: nn.Module,
+    arguments: tuple[Any, ...],
+    keywords: dict[str, Any],
+    batched: Sequence[bool],
+    finer: bool,
+    evaluation: bool,
+) -> _Found:
+    units = Units(model, finer)
+    programs: dict[bool, Program] = {}
+    specs: dict[bool, pytree.TreeSpec] = {}
+    with _modes_kept(model), objects_left_out(model) as left_out:
+        # A model in training mode is taken as it is: parts of it may be in evaluation mode for good.
+        if not model.training:
+            model.train()
+        with savings_noted(model) as savings:
+            programs[True], specs[True] = _export(model, arguments, keywords, batched, units)
+        if evaluation:
+            model.eval()
+            programs[False], specs[False] = _export(model, arguments, keywords, batched, units)
+    return _Found(programs, specs, programs[True], [*left_out, *savings])
+
+
+def _taken_as_is(
+    model: nn.Sequential,
+    arguments: tuple[Any, ...],
+    batched: Sequence[bool],
+    evaluation: bool,
+    reason: str,
+) -> _Found:
+    if not model.training:
+        model.train()
+    both = programs_as_is(model, arguments, batched)
+    note = f"{AS_IS}, since {reason}"
+    kept = {mode: found for mode, found in both.items() if mode or evaluation}
+    programs = {mode: program for mode, (program, _) in kept.items()}
+    specs = {mode: spec for mode, (_, spec) in kept.items()}
+    # In evaluation mode neither dropout nor batch norm is in the way.
+    return _Found(programs, specs, both[False][0], [note])
 
 
 def _example_rows(flat: Sequence[Any]) -> int:

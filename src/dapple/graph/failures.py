@@ -39,6 +39,7 @@ def export_failure(model: nn.Module, error: Exception, printed: str) -> str:
         printed: what it printed on standard error.
     """
     text = " ".join(str(error).split())
+    text = text.split(" For more information, run with")[0].split(" Caused by: (_export")[0]
     shown = text if len(text) <= _MAX_CHARACTERS else text[:_MAX_CHARACTERS] + " ..."
     sources = _SOURCE.findall(printed)
     where = f" (at {sources[-1][0]}: {sources[-1][1].strip()})" if sources else ""

@@ -160,6 +160,15 @@ class LayerGraph:
         found = self._training.written_buffers(start, stop, by_rows)
         return tuple(self._names[name] for name in found)
 
+    def opaque_batch_norm(self, start: int, stop: int) -> str | None:
+        """A batch norm of the range that lies in a layer taken as it is; None if there is none."""
+        layers = self._training.opaque_layers(start, stop)
+        return next((layer.batch_norm for layer in layers if layer.batch_norm), None)
+
+    def opaque_writes(self, start: int, stop: int) -> bool:
+        """A layer of the range that is taken as it is writes into what it reads."""
+        return any(layer.written for layer in self._training.opaque_layers(start, stop))
+
     def flatten_inputs(self, inputs: Any) -> dict[str, Any]:
         """The model's inputs by their names in the graph, checked against the capture.
 

@@ -6,6 +6,7 @@ Everything here reads operator schemas and fake values; nothing is keyed on a mo
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,6 +36,26 @@ _RANDOM = {
 # Carry the tag, but draw random numbers for dropout between their layers only.
 _RECURRENT = ("aten.lstm.", "aten.gru.", "aten.rnn_tanh.", "aten.rnn_relu.")
 _ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain")
+
+
+OPAQUE = "opaque"
+
+
+@dataclass(frozen=True)
+class Opaque:
+    """What is known of a node that runs a layer as it is; kept in its `meta`.
+
+    Attributes:
+        written: positions of the arguments that it writes into.
+        aliased: position of the argument that its result may share memory with.
+        is_random: it draws random numbers.
+        batch_norm: name of a batch norm in it that takes statistics of the batch.
+    """
+
+    written: tuple[int, ...]
+    aliased: int | None
+    is_random: bool
+    batch_norm: str | None
 
 
 def module_path(node: fx.Node) -> str:
@@ -77,6 +98,9 @@ def is_mutation(node: fx.Node) -> bool:
 
 def mutated_arguments(node: fx.Node) -> list[fx.Node]:
     """The arguments that a node writes into."""
+    opaque = node.meta.get(OPAQUE)
+    if opaque is not None:
+        return [a for i in opaque.written if isinstance(a := node.args[i], fx.Node)]
     body = region_of(node)
     if body is not None:
         written = {a for n in body.graph.nodes for a in mutated_arguments(n)}
@@ -107,6 +131,9 @@ def is_random(node: fx.Node) -> bool:
     """The node draws random numbers."""
     if not is_call(node):
         return False
+    opaque = node.meta.get(OPAQUE)
+    if opaque is not None:
+        return bool(opaque.is_random)
     if any(is_random(inner) for inner in _inner(node)):
         return True
     name = str(node.target)
@@ -211,6 +238,10 @@ def _named(node: fx.Node, name: str) -> Any:
 def _aliased_argument(node: fx.Node) -> fx.Node | None:
     if not is_call(node):
         return None
+    opaque = node.meta.get(OPAQUE)
+    if opaque is not None:
+        given = None if opaque.aliased is None else node.args[opaque.aliased]
+        return given if isinstance(given, fx.Node) else None
     if node.target is operator.getitem:
         first = node.args[0]
         return first if isinstance(first, fx.Node) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,10 +39,14 @@ def rows_that_mix(program: Program, flat: Sequence[Any], batched: Sequence[bool]
     half = rows // 2
     pieces = [slice(0, rows), slice(0, half), slice(half, rows)]
     try:
-        whole, first, second = (
-            _Probe(program).values([v[p] if b else v for v, b in zip(flat, batched, strict=True)])
-            for p in pieces
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            whole, first, second = (
+                _Probe(program).values(
+                    [v[p] if b else v for v, b in zip(flat, batched, strict=True)]
+                )
+                for p in pieces
+            )
     except Exception as error:
         return [f"whether rows mix could not be tried: {type(error).__name__}"]
     for name, (value, dim) in whole.items():

@@ -21,6 +21,8 @@ import torch
 from torch import fx, nn
 
 from dapple.graph.nodes import (
+    OPAQUE,
+    Opaque,
     alias_roots,
     attribute,
     is_call,
@@ -162,13 +164,13 @@ class Program:
                     layer, max(readers), f"the rows of {node.name} {shape} lie in no one dimension"
                 )
         for root in self.mutated_roots:
-            layers = [
-                self.layer_of[user]
-                for member, its_root in self.roots.items()
-                if its_root is root
-                for user in (member, *member.users)
-                if user in self.layer_of
-            ]
+            members = [member for member, its_root in self.roots.items() if its_root is root]
+            users = {user for member in members for user in (member, *member.users)}
+            writers = {u for u in users if root in (self.roots[a] for a in mutated_arguments(u))}
+            if is_call(root) and all(OPAQUE in writer.meta for writer in writers):
+                # Who reads what a layer as it is has written reads its result, after the write.
+                users = {root, *writers}
+            layers = [self.layer_of[user] for user in users if user in self.layer_of]
             if layers:
                 forbid(min(layers), max(layers), f"{root.name} is written in place")
         return illegal
@@ -203,6 +205,10 @@ class Program:
         if not by_rows:
             roots = [self.roots[a] for n in nodes for a in mutated_arguments(n)]
         return list(dict.fromkeys(str(r.target) for r in roots if r.op == "get_attr"))
+
+    def opaque_layers(self, start: int, stop: int) -> list[Opaque]:
+        """What is known of the layers of a range that are taken as they are."""
+        return [n.meta[OPAQUE] for n in self.nodes_of(start, stop) if OPAQUE in n.meta]
 
     @cached_property
     def _written_by_rows(self) -> dict[fx.Node, list[fx.Node]]:

@@ -6,7 +6,7 @@ from collections.abc import Container
 
 from dapple.errors import PlanError
 from dapple.graph import LayerGraph
-from dapple.records import Plan
+from dapple.records import Plan, StagePlan
 from dapple.runtime.topology import Topology
 from dapple.runtime.transport import DistributedTransport
 
@@ -29,6 +29,7 @@ def check_model(graph: LayerGraph, plan: Plan) -> None:
             f"{graph.name} has {actual}; make a plan from this model's profile"
         )
     for number, stage in enumerate(plan.stages):
+        _check_opaque(graph, number, stage)
         written = graph.written_buffers(stage.start, stage.stop, by_rows=True)
         if written and stage.replicas > 1:
             raise PlanError(
@@ -36,6 +37,22 @@ def check_model(graph: LayerGraph, plan: Plan) -> None:
                 f'"{written[0]}" from the rows that it sees, which differ from one replica to the '
                 "next; plan one replica for it"
             )
+
+
+def _check_opaque(graph: LayerGraph, number: int, stage: StagePlan) -> None:
+    """Layers that are taken as they are can't be looked into."""
+    norm = graph.opaque_batch_norm(stage.start, stage.stop)
+    if norm is not None and stage.replicas > 1:
+        raise PlanError(
+            f'stage {number} has {stage.replicas} replicas and holds batch norm "{norm}" in a layer '
+            "that torch.export can't look into, so that they can't share its statistics; plan one "
+            "replica for it"
+        )
+    if stage.recompute and graph.opaque_writes(stage.start, stage.stop):
+        raise PlanError(
+            f"stage {number} recomputes a layer that torch.export can't look into and that writes "
+            "into its buffers or inputs, which would happen twice; plan it without recompute"
+        )
 
 
 def tied_ranks(
