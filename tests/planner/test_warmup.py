@@ -54,6 +54,22 @@ def test_policy_b_wins_where_transfers_count() -> None:
     assert best.predicted.step_seconds <= seconds["B"] * (1 + 1e-9)
 
 
+def test_counts_that_memory_makes_equal_are_spread_out() -> None:
+    """Stages of equal counts take turns, so that of few micro-batches in flight some are given up."""
+    stages = tuple(
+        StagePlan(start=n, stop=n + 1, devices=(n,), warmup=k) for n, k in enumerate((4, 4, 4, 1))
+    )
+    profile, cluster = _slow_links()
+    model = CostModel(profile, cluster)
+
+    def seconds(tried: tuple[StagePlan, ...]) -> float:
+        return step_seconds(model, tried, 16, 16)
+
+    tuned, best = tune_warmup(stages, [4, 4, 4, 4], seconds)
+    assert [stage.warmup for stage in tuned] == [4, 3, 2, 1]
+    assert best < 0.7 * seconds(stages)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_tuned_counts_are_the_smallest_with_the_best_step(seed: int) -> None:
     """No lower count at one stage keeps the step, and no policy is faster."""

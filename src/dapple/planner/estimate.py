@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
+from typing import TypeVar
 
 from dapple.planner.exposed import bucketed_seconds
 from dapple.planner.problem import Layout, Problem
+from dapple.planner.tables import Ints
+
+_LONG = 10
+"""In pipelines of more stages, only so many of the slowest ones are changed."""
+_SPANS = 5
+"""In pipelines of more stages, only some distances between stages are looked at."""
 
 
 def estimate_seconds(
@@ -19,12 +27,14 @@ def estimate_seconds(
 
     The largest of, over the stages s and the transfers between them,
 
-        sum_{a<s} F_a + W_s + max(sum_{a<s} B_a + A_0, A_s)       the stage is the bottleneck
-        the same with R_s (1 + (M - 1) / K_s) in place of W_s     its warm-up is the bottleneck
-        sum_a F_a + sum_{a>=s} B_a + A_s                          one micro-batch's way
+        sum_{a<s} F_a + W_s + late_s            the stage is the bottleneck
+        sum_{a<s} F_a + C_s + late_s            its warm-up is the bottleneck
+        sum_a F_a + sum_{a>=s} B_a + A_s        one micro-batch's way
 
-    where R_s is the round trip of a micro-batch from stage s to the last one and back: at most
-    K_s micro-batches are on it at a time.
+    with late_s = max(sum_{a<s} B_a + A_0, A_s). C_s follows from what `waiting_chain` says: with
+    R(s, j) = sum_{a=s..j} (F_a + B_a), the round trip of a micro-batch from s to j and back,
+
+        C_s = max_{j>=s} (first F_s + rounds R(s, j)) + R(s, last)
 
     Args:
         problem: what is planned.
@@ -38,15 +48,20 @@ def estimate_seconds(
         if again:
             backward[2 * s] += forward[2 * s]
             work[2 * s] += count * forward[2 * s]
-    trip, trips = 0.0, [0.0] * len(forward)
-    for s in range(len(forward) - 1, -1, -1):
-        trip += forward[s] + backward[s]
-        trips[s] = trip
+    passed = list(itertools.accumulate(map(operator.add, forward, backward), initial=0.0))
+    reach = spans(layout.num_stages)
     before_f = before_b = longest = 0.0
     total_f, total_b = sum(forward), sum(backward)
     for s, own in enumerate(work):
         if s % 2 == 0 and warmup[s // 2] < count:
-            own = max(own, trips[s] * (1 + (count - 1) / warmup[s // 2]))
+            waits = 0.0
+            for span in reach:
+                j = s + 2 * span
+                if j >= len(work):
+                    break
+                first, rounds = waiting_chain(warmup[s // 2], warmup[j // 2], count)
+                waits = max(waits, first * forward[s] + rounds * (passed[j + 1] - passed[s]))
+            own = max(own, waits + passed[-1] - passed[s])
         busy = before_f + own + max(before_b + after[0], after[s])
         longest = max(longest, busy, total_f + total_b - before_b + after[s])
         before_f += forward[s]
@@ -54,12 +69,47 @@ def estimate_seconds(
     return longest
 
 
-def stage_loads(problem: Problem, layout: Layout) -> list[float]:
-    """Seconds that each stage, or the transfer into it, is busy, exposed AllReduce included."""
+Count = TypeVar("Count", int, Ints)
+
+
+def waiting_chain(own: Count, later: Count, micro_batches: int) -> tuple[Count, Count]:
+    """How often a stage's warm-up makes its last micro-batch wait for a later stage.
+
+    Stage s begins micro-batch m when the backward of m - K_s is done. Stage j runs that backward
+    after its forward of m - K_s + K_j - 1, which begins after stage s has sent it. So micro-batch
+    m begins at least a round trip from s to j after m - (K_s - K_j + 1), for all m >= K_s.
+
+    Args:
+        own: K_s < M.
+        later: K_j <= K_s of the same stage or a later one.
+        micro_batches: M.
+
+    Returns:
+        The first micro-batch of the chain that ends with M - 1, and its number of round trips.
+
+    >>> waiting_chain(2, 1, 8)  # 7 waits for 5, 5 for 3, 3 for 1
+    (1, 3)
+    """
+    step = own - later + 1
+    rounds = (micro_batches - 1 - own) // step + 1
+    return micro_batches - 1 - rounds * step, rounds
+
+
+def spans(stages: int) -> list[int]:
+    """How far apart the stages are whose waiting is looked at: all distances if they are few."""
+    few = range(min(stages, _SPANS))
+    wide = itertools.takewhile(lambda d: d < stages, (_SPANS * 3**k // 2**k for k in range(99)))
+    return sorted({*few, *wide, stages - 1})
+
+
+def slowest_stages(problem: Problem, layout: Layout) -> list[int]:
+    """All stages, or the slowest of a long pipeline, with their AllReduces and transfers."""
+    if layout.num_stages <= _LONG:
+        return list(range(layout.num_stages))
     *_, work, after = _stage_times(problem, layout)
     own = [w + a for w, a in zip(work[0::2], after[0::2], strict=True)]
-    into = [0.0, *work[1::2]]
-    return [max(pair) for pair in zip(own, into, strict=True)]
+    loads = list(map(max, own, [0.0, *work[1::2]]))
+    return sorted(sorted(range(layout.num_stages), key=lambda s: (-loads[s], s))[:_LONG])
 
 
 def _stage_times(

@@ -2,20 +2,23 @@
 
 1. for every M, on few cuts: layouts from the dynamic programme, ranked by the estimate
 2. for the best few M, on all cuts, in every device order: more of them
-3. the best estimates are simulated
-4. from the best of these: small changes, estimated, the best of them simulated, repeated
+3. the best of all, on different devices, are improved by the estimate alone
+4. the best estimates are simulated
+5. from the best of these: small changes, estimated, the best of them simulated, repeated
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from dapple.planner.climb import changed, climb
+from dapple.planner.cuts import better_cuts
 from dapple.planner.dynamic import Effort, trade_off
-from dapple.planner.estimate import estimate_seconds, stage_loads
+from dapple.planner.estimate import estimate_seconds, slowest_stages
 from dapple.planner.frame import Frame, choose_step, device_orders, make_frame
-from dapple.planner.grid import choose_marks, make_grid
+from dapple.planner.grid import Grid, choose_marks, make_grid
 from dapple.planner.neighbours import neighbours
 from dapple.planner.problem import Layout, Problem
 from dapple.planner.refusal import Refusal
@@ -28,18 +31,20 @@ _ALL_MARKS, _FEW_DEVICES = 64, 32
 _SCOUT_EFFORT, _EFFORT = Effort(close=1.15, between=1), Effort(close=1.02, between=3)
 _IN_FLIGHT = (1, 2, 4)
 """Micro-batches that every stage must have room for; more than one where memory is short."""
+_POLISHED = 3
+"""Layouts on different devices whose cuts are improved whenever the dynamic programme has run."""
+_CLIMBED = 6
+"""Layouts on different devices that are improved before anything is simulated."""
 _BEST_COUNTS = 5
 _GOOD = 1.2
 """How much longer than the best a step may look for its M to be looked at closely."""
 _STARTS, _SMALL_STARTS, _SMALL = 3, 8, 100
 """Simulated layouts that are improved; more of them up to so many layers x devices."""
-_LONG = 10
-"""In pipelines of more stages, only so many of the slowest ones are changed."""
-_WORK = 60_000
+_WORK = 150_000
 """Simulated computations that a search may spend; a third of them before the local changes."""
 _LEAST_STARTS, _LEAST_TRIES, _LEAST_ROUNDS = 6, 2, 2
 """How many are simulated at least, however long it takes: to begin with, per round, rounds."""
-_OVERHEAD = 200
+_OVERHEAD = 2_000
 """What the start of a simulation costs, in computations."""
 
 
@@ -58,6 +63,7 @@ class GeneralSearch:
     judge: Judge
     _estimates: dict[Layout, float] = field(default_factory=dict)
     _frames: dict[tuple[Devices, int, int], Frame] = field(default_factory=dict)
+    _longer: dict[tuple[Devices, ...], dict[int, float]] = field(default_factory=dict)
     _left: int = _WORK
 
     def run(self, known: Iterable[Layout]) -> None:
@@ -70,10 +76,15 @@ class GeneralSearch:
         self._scout()
         for count in self._best_counts():
             self._look_closely(count)
-        simulated = self._simulate_best(self._ranked(), _WORK // 3, _LEAST_STARTS)
+        for layout in self._on_different_devices(self._ranked(), _CLIMBED):
+            self._estimate(climb(self.problem, layout))
+        simulated = self._simulate_best(self._estimates, _WORK // 3, _LEAST_STARTS)
         small = self.problem.num_layers * self.problem.num_devices <= _SMALL
-        starts = simulated[: _SMALL_STARTS if small else _STARTS]
-        for number, (seconds, layout) in enumerate(starts):
+        starts: dict[Hashable, tuple[float, Layout]] = {}
+        for seconds, layout in simulated:
+            starts.setdefault((layout.devices, layout.micro_batches), (seconds, layout))
+        most = _SMALL_STARTS if small else _STARTS
+        for number, (seconds, layout) in enumerate([*starts.values()][:most]):
             if number == 0 or self._left > 0:
                 self._improve(layout, seconds)
 
@@ -96,18 +107,33 @@ class GeneralSearch:
         order = device_orders(self.problem.cluster)[0]
         marks = choose_marks(self.problem.tables(count), self._most_marks(_SCOUT_MARKS))
         grid = make_grid(self.problem, self._frame(order, count), count, marks, 1)
-        for attached in self._attachments():
-            found = trade_off(grid, attached, _SCOUT_EFFORT)
-            self._estimate(plan.layout for plan in found)
+        self._try(grid, _SCOUT_EFFORT)
+
+    def _try(self, grid: Grid, effort: Effort) -> list[Layout]:
+        """What the dynamic programme finds, and the best of it with better cuts."""
+        # Under policy B a stage may run ahead of its transfers.
+        attachments = (False, True) if self.problem.warmup == "A" else (False,)
+        found = [
+            plan.layout for attached in attachments for plan in trade_off(grid, attached, effort)
+        ]
+        self._estimate(found)
+        variants = {variant for layout in found for variant in self.problem.variants(layout)}
+        ranked = [layout for layout in self._ranked() if layout in variants]
+        for layout in self._on_different_devices(ranked, _POLISHED):
+            policies = self.problem.policies(layout)
+            self._estimate([better_cuts(self.problem, layout, policies)[1]])
+        return found
+
+    def _on_different_devices(self, ranked: Iterable[Layout], most: int) -> list[Layout]:
+        firsts: dict[tuple[Devices, ...], Layout] = {}
+        for layout in ranked:
+            firsts.setdefault(layout.devices, layout)
+        return list(firsts.values())[:most]
 
     def _most_marks(self, usual: int) -> int:
         """How many cuts to look at."""
         small = self.problem.num_devices <= _FEW_DEVICES
         return _ALL_MARKS if small and self.problem.num_layers <= _ALL_MARKS else usual
-
-    def _attachments(self) -> tuple[bool, ...]:
-        # Under policy B a stage may run ahead of its transfers.
-        return (False, True) if self.problem.warmup == "A" else (False,)
 
     def _look_closely(self, count: int) -> None:
         marks = choose_marks(self.problem.tables(count), self._most_marks(_MARKS))
@@ -115,13 +141,8 @@ class GeneralSearch:
             frame = self._frame(order, count)
             for in_flight in _IN_FLIGHT:
                 grid = make_grid(self.problem, frame, count, marks, in_flight)
-                layouts = [
-                    plan.layout
-                    for attached in self._attachments()
-                    for plan in trade_off(grid, attached, _EFFORT)
-                ]
-                self._estimate(layouts)
-                if not any(self._is_short_of_memory(layout) for layout in layouts):
+                found = self._try(grid, _EFFORT)
+                if not any(self._is_short_of_memory(layout) for layout in found):
                     break
 
     def _is_short_of_memory(self, layout: Layout) -> bool:
@@ -166,11 +187,18 @@ class GeneralSearch:
         return None if guessed is None else estimate_seconds(self.problem, layout, guessed)
 
     def _simulate_best(
-        self, ranked: Iterable[Layout], work: int, least: int
+        self, guesses: Mapping[Layout, float], work: int, least: int
     ) -> list[tuple[float, Layout]]:
-        """Simulate the first layouts, at least a few, as far as the work suffices; best first."""
+        """Simulate the best guesses, at least a few, as far as the work suffices; best first.
+
+        Contention makes steps longer than guessed, much the same for all plans on the same
+        devices with the same M. So what was seen of the others corrects a guess.
+        """
         results: list[tuple[float, Layout]] = []
-        for layout in ranked:
+        left = dict(guesses)
+        while left:
+            layout = min(left, key=lambda other: (left[other] * self._longer_than(other), other))
+            guess = left.pop(layout)
             cost = _OVERHEAD + 2 * layout.micro_batches * sum(map(len, layout.devices))
             if cost > work and len(results) >= least:
                 break
@@ -179,21 +207,26 @@ class GeneralSearch:
             seconds = self.judge.seconds(layout)
             if seconds is not None:
                 results.append((seconds, layout))
+                longer = self._longer.setdefault(layout.devices, {})
+                longer[layout.micro_batches] = seconds / guess if guess else 1.0
         return sorted(results)
+
+    def _longer_than(self, layout: Layout) -> float:
+        """The last simulated step of plans like this one over its guess."""
+        seen = self._longer.get(layout.devices)
+        if seen is None:
+            return 1.0
+        return seen.get(layout.micro_batches) or min(seen.values())
 
     def _improve(self, layout: Layout, seconds: float) -> None:
         rounds = 0
         while self._left > 0 or rounds < _LEAST_ROUNDS:
             rounds += 1
-            nearby = neighbours(self.problem, layout, self._focus(layout))
-            guesses = ((self._guess(other), other) for other in nearby)
-            ranked = [other for _, other in sorted((g, o) for g, o in guesses if g is not None)]
-            best = self._simulate_best(ranked, self._left // 6, _LEAST_TRIES)[:1]
+            nearby = neighbours(self.problem, layout, slowest_stages(self.problem, layout))
+            nearby += [other for _, other in changed(self.problem, layout)]
+            guesses = {other: self._guess(other) for other in nearby}
+            known = {other: guess for other, guess in guesses.items() if guess is not None}
+            best = self._simulate_best(known, self._left // 6, _LEAST_TRIES)[:1]
             if not best or best[0][0] >= seconds * (1 - 1e-9):
                 return
             seconds, layout = best[0]
-
-    def _focus(self, layout: Layout) -> list[int]:
-        loads = stage_loads(self.problem, layout)
-        slowest = sorted(range(layout.num_stages), key=lambda s: (-loads[s], s))
-        return sorted(slowest[:_LONG])

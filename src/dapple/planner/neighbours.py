@@ -30,10 +30,10 @@ def neighbours(problem: Problem, layout: Layout, focus: Sequence[int]) -> list[L
         focus: stages to change; all of them, or the slowest ones of a long pipeline.
     """
     found: dict[Layout, None] = {}
-    for change in (_moved_cuts, _moved_devices, _merged, _split, _unrolled):
+    for change in (_moved_cuts, moved_devices, _merged, _split, _unrolled):
         found.update(dict.fromkeys(change(problem, layout, focus)))
     found.update(dict.fromkeys(_placed(problem, layout)))
-    found.update(dict.fromkeys(_other_counts(problem, layout)))
+    found.update(dict.fromkeys(other_counts(problem, layout)))
     same = {
         replace(other, policy=layout.policy, recompute=layout.recompute): None for other in found
     }
@@ -65,7 +65,8 @@ def _moved_cuts(problem: Problem, layout: Layout, focus: Sequence[int]) -> Itera
                     yield _with_bounds(layout, (*bounds[:cut], layer, *bounds[cut + 1 :]))
 
 
-def _moved_devices(problem: Problem, layout: Layout, focus: Sequence[int]) -> Iterator[Layout]:
+def moved_devices(problem: Problem, layout: Layout, focus: Sequence[int]) -> Iterator[Layout]:
+    """One device more or less in a stage; from another stage, or one that is idle."""
     counts = [len(devices) for devices in layout.devices]
     spare = problem.num_devices - sum(counts)
     order = _order_of(problem, layout)
@@ -154,7 +155,8 @@ def _placed(problem: Problem, layout: Layout) -> Iterator[Layout]:
         yield Layout(layout.bounds, pack(order, counts), layout.micro_batches)
 
 
-def _other_counts(problem: Problem, layout: Layout) -> Iterator[Layout]:
+def other_counts(problem: Problem, layout: Layout) -> Iterator[Layout]:
+    """The next smaller and the next larger M."""
     options = problem.micro_batch_counts
     here = options.index(layout.micro_batches)
     for other in options[max(0, here - 1) : here + 2]:

@@ -14,6 +14,7 @@ from dapple.errors import InputError
 from dapple.planner.refusal import Refusal
 from dapple.planner.symmetry import Symmetry
 from dapple.planner.tables import CostTables
+from dapple.planner.warmup import falling_counts
 from dapple.records import MOST_MICRO_BATCHES, ModelProfile, Plan, StagePlan
 from dapple.schedule import SCHEDULES, warmup_counts
 from dapple.simulator import step_seconds
@@ -37,6 +38,11 @@ OPTIMIZER_STATE = {
 """Bytes of optimizer state per byte of parameters, by the class in torch.optim with its default
 arguments; "momentum" is SGD with momentum. Adafactor's rows and columns count as nothing.
 """
+WIDE = "wide"
+"""Warm-up counts of up to twice policy B's, for `tune_warmup` to lower in the end.
+
+Where memory holds fewer, they fall evenly: stages of equal counts would take turns.
+"""
 _ROUNDING = 8
 """Bytes that the rounding of a stage's parts can amount to."""
 
@@ -49,7 +55,7 @@ class Layout:
         bounds: S + 1 layer numbers from 0 to N; stage s holds layers bounds[s]..bounds[s + 1].
         devices: per stage its devices.
         micro_batches: M.
-        policy: warm-up policy "A" or "B" (DAPPLE, section 3).
+        policy: warm-up policy "A" or "B" (DAPPLE, section 3), or `WIDE`.
         recompute: stages whose activations do not fit run their forwards again.
     """
 
@@ -153,14 +159,17 @@ class Problem:
 
     def variants(self, layout: Layout) -> list[Layout]:
         """The layout with every warm-up policy, and recomputation where it is allowed."""
-        policies = [self.warmup] if self.warmup in ("A", "B") else ["A", "B"]
-        if layout.num_stages == 1 or layout.micro_batches == 1 or self.schedule == "gpipe":
-            policies = policies[:1]
         again = [False, True] if self.recompute and self.memory_is_known else [False]
         return [
             replace(layout, policy=policy, recompute=r)
-            for r, policy in itertools.product(again, policies)
+            for r, policy in itertools.product(again, self.policies(layout))
         ]
+
+    def policies(self, layout: Layout) -> list[str]:
+        """The warm-up policies to choose from; one where they are the same."""
+        policies = [self.warmup] if self.warmup in ("A", "B") else ["A", "B", WIDE]
+        alike = layout.num_stages == 1 or layout.micro_batches == 1 or self.schedule == "gpipe"
+        return policies[:1] if alike else policies
 
     @property
     def tunes_warmup(self) -> bool:
@@ -195,12 +204,10 @@ class Problem:
         stages = list(layout.stages())
         total = layout.micro_batches
         whole = self.schedule == "gpipe"
-        wanted: Sequence[int] = [total] * len(stages)
-        if not whole:
-            wanted = warmup_counts(len(stages), total, layout.policy)
         counts: list[int] = []
-        for number, want in enumerate(wanted):
-            want = min(want, counts[-1] if counts else want)
+        wanted = self.wanted_warmup(layout)
+        for number in range(len(stages)):
+            want = min(wanted[number], counts[-1] if counts else wanted[0])
             allowed = self._allowed_in_flight(stages, number, total, want)
             if allowed < want and layout.recompute:
                 kept = stages[number]
@@ -211,7 +218,17 @@ class Problem:
             if allowed < (want if whole else 1):
                 return self._refusal(layout, name, stages, number, want)
             counts.append(min(want, allowed))
+            wanted = self._spread(layout, wanted, counts)
         return layout.stages(counts, [bool(stage.recompute) for stage in stages])
+
+    def wanted_warmup(self, layout: Layout) -> Sequence[int]:
+        """The policy's K_i, whatever the memory; GPipe wants M everywhere."""
+        if self.schedule == "gpipe":
+            return [layout.micro_batches] * layout.num_stages
+        stages, total = layout.num_stages, layout.micro_batches
+        if layout.policy == WIDE:
+            return [min(2 * k - 1, total) for k in warmup_counts(stages, 2 * total, "B")]
+        return warmup_counts(stages, total, layout.policy)
 
     def guess_warmup(self, layout: Layout) -> list[int] | None:
         """The counts of `fit`, found faster and not quite exact; None: it does not fit.
@@ -219,10 +236,7 @@ class Problem:
         Without recomputation, and with tensors that skip stages counted at every cut.
         """
         total = layout.micro_batches
-        if self.schedule == "gpipe":
-            wanted: Sequence[int] = [total] * layout.num_stages
-        else:
-            wanted = warmup_counts(layout.num_stages, total, layout.policy)
+        wanted = self.wanted_warmup(layout)
         if not self.memory_is_known:
             return list(wanted)
         tables = self.tables(total)
@@ -231,12 +245,20 @@ class Problem:
             devices = layout.devices[number]
             rows = -(-tables.first_rows // len(devices))
             fixed, each = tables.stage_bytes(start, stop, rows, self.optimizer_state_factor)
-            room = (self.symmetry.least_memory(devices) - fixed) / max(each, 1.0)
+            room = (self.symmetry.least_memory(devices) - float(fixed)) / max(float(each), 1.0)
             want = min(wanted[number], counts[-1] if counts else total)
             if room < (want if self.schedule == "gpipe" else 1):
                 return None
             counts.append(min(want, int(room)))
+            wanted = self._spread(layout, wanted, counts)
         return counts
+
+    def _spread(self, layout: Layout, wanted: Sequence[int], counts: list[int]) -> Sequence[int]:
+        """What later stages want when the first one has what memory allows it."""
+        if layout.policy == WIDE and len(counts) == 1 and counts[0] < wanted[0]:
+            falling = falling_counts(counts[0], layout.num_stages)
+            return [min(pair) for pair in zip(wanted, falling, strict=True)]
+        return wanted
 
     def most_in_flight(self, stages: Sequence[StagePlan], micro_batches: int) -> list[int]:
         """Per stage the most micro-batches in flight that its memory holds, at most M."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
+from dapple.planner.tables import Ints
 from dapple.records import StagePlan
 
+Count = TypeVar("Count", int, Ints)
 Seconds = Callable[[tuple[StagePlan, ...]], float]
 _SAME = 1e-9
 
@@ -15,8 +18,10 @@ def tune_warmup(
 ) -> tuple[tuple[StagePlan, ...], float]:
     """The smallest K_i per stage with which the simulated step is best.
 
-    First the best of the given counts and of as many as memory holds; then, stage by stage from
-    the last, the least count that leaves the step as it is.
+    First the best of the given counts, twice them, as many as memory holds, and counts that fall
+    evenly from those of the first stage: a stage that may run no further ahead than the next one
+    waits for it, a micro-batch at a time. Then, stage by stage from the last, the least count that
+    leaves the step as it is.
 
     Args:
         stages: a plan's stages with the counts to start from.
@@ -27,7 +32,8 @@ def tune_warmup(
         The stages and their step in seconds.
     """
     best, seconds = stages, step_seconds(stages)
-    for counts in ([stage.warmup for stage in stages], [2 * s.warmup for s in stages], most):
+    given = [stage.warmup for stage in stages]
+    for counts in (given, [2 * count for count in given], most, falling_counts(most[0], len(most))):
         raised = _with_counts(stages, _never_increasing(counts, most))
         found = step_seconds(raised)
         if found < seconds * (1 - _SAME):
@@ -60,6 +66,16 @@ def _lowered(
         else:
             low = middle + 1
     return tried(high)
+
+
+def falling_counts(first: Count, stages: int) -> list[Count]:
+    """From the first stage's count down to 1 in steps as equal as possible.
+
+    >>> falling_counts(3, 5)
+    [3, 3, 2, 2, 1]
+    """
+    last = max(stages - 1, 1)
+    return [1 + -(-(first - 1) * (last - number) // last) for number in range(stages)]
 
 
 def _never_increasing(counts: Sequence[int], most: Sequence[int]) -> list[int]:
