@@ -63,7 +63,8 @@ def test_many_cuts_at_once(
     for row, (number, policy) in itertools.product(range(len(bounds)), enumerate(policies)):
         other = replace(layout, bounds=tuple(map(int, bounds[row])), policy=policy)
         alone = _guess(problem, other)
-        assert guesses[number, row] <= alone * (1 + 1e-12)
+        if not profile.tied:
+            assert guesses[number, row] <= alone * (1 + 1e-12)
         if max(map(len, layout.devices)) == 1:
             assert guesses[number, row] == pytest.approx(alone, rel=1e-12)
 

@@ -9,9 +9,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
+
+import numpy as np
 
 from dapple.planner.climb import changed, climb
 from dapple.planner.cuts import better_cuts
@@ -29,6 +32,8 @@ _SCOUT_MARKS, _MARKS = 20, 44
 _ALL_MARKS, _FEW_DEVICES = 64, 32
 """With so few layers and devices every cut is looked at: equal stages may need any of them."""
 _SCOUT_EFFORT, _EFFORT = Effort(close=1.15, between=1), Effort(close=1.02, between=3)
+_EQUAL = (1, 2, 4)
+"""Widths that are also looked at in all stages alike: long pipelines are best even, or nearly so."""
 _IN_FLIGHT = (1, 2, 4)
 """Micro-batches that every stage must have room for; more than one where memory is short."""
 _POLISHED = 3
@@ -89,14 +94,18 @@ class GeneralSearch:
                 self._improve(layout, seconds)
 
     def _scout(self) -> None:
-        """Every second M, and then those beside a good one."""
+        """About every second M, the more even ones, and then those beside a good one."""
         counts = self.problem.micro_batch_counts
-        for count in counts[::2]:
+        batch = self.problem.global_batch_size
+        pairs = itertools.zip_longest(counts[1:-1:2], counts[2:-1:2])
+        even = [min((m for m in pair if m), key=lambda m: (-batch % m, m)) for pair in pairs]
+        first = {counts[0], *even, counts[-1]}
+        for count in sorted(first):
             self._scout_count(count)
         good = self._good_counts()
-        for number in range(1, len(counts), 2):
-            if good.intersection(counts[number - 1 : number + 2]):
-                self._scout_count(counts[number])
+        for number, count in enumerate(counts):
+            if count not in first and good.intersection(counts[number - 1 : number + 2]):
+                self._scout_count(count)
 
     def _good_counts(self) -> set[int]:
         """The M whose best estimate is not far from the best of all."""
@@ -142,6 +151,9 @@ class GeneralSearch:
             for in_flight in _IN_FLIGHT:
                 grid = make_grid(self.problem, frame, count, marks, in_flight)
                 found = self._try(grid, _EFFORT)
+                for option in grid.options:
+                    if frame.widths[option] in _EQUAL:
+                        self._try(replace(grid, options=np.array([option])), _SCOUT_EFFORT)
                 if not any(self._is_short_of_memory(layout) for layout in found):
                     break
 
