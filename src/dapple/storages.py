@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class StorageCounter(TorchDispatchMode):
     """While active, notes each storage that an operator returns, until it is freed.
 
-    Memory that an operator uses and frees inside is not seen.
+    Memory that an operator uses and frees inside is not seen, nor is what comes from outside, such
+    as the user's batch: a view of it is not new.
 
     Args:
         resident: tensors that exist already and count as alive.
@@ -38,9 +39,14 @@ class StorageCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator and note what it returns."""
+        given = {
+            leaf.untyped_storage()._cdata
+            for leaf in pytree.tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor)
+        }
         result = func(*args, **(kwargs or {}))
         for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in given:
                 self._note(leaf)
         return result
 

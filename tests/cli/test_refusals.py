@@ -234,6 +234,10 @@ def test_an_output_that_cannot_be_written_is_refused(where, profile_file, plan_f
         (lambda p: p["stages"][1].update(devices=[7]), "not in the cluster, which has 2"),
         (lambda p: p["stages"][0].update(warmup=0), "stages.0.warmup"),
         (lambda p: [s.update(warmup=1 + i) for i, s in enumerate(p["stages"])], "deadlock"),
+        (
+            lambda p: p["stages"][0].update(shard="fsdp"),
+            '"fsdp" is not shared out among replicas yet',
+        ),
         (lambda p: p["stages"][0].update(rows=[0]), "cannot be shares of replicas"),
         (lambda p: p["stages"][0].update(recompute=[[5, 9]]), "half-open ranges within the stage"),
         (

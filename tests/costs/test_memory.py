@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from dapple.costs import CostModel, StageMemory, stage_memory
-from dapple.records import LayerProfile, ModelProfile, StagePlan, TensorProfile
+from dapple.costs import CostModel, StageMemory, shard_owners, stage_memory, state_shares
+from dapple.records import (
+    LayerProfile,
+    ModelProfile,
+    StagePlan,
+    TensorProfile,
+    TiedGroup,
+    TiedMember,
+)
 from dapple.simulator import simulate
 from tests.simulator.pipelines import cluster, plan
 
@@ -91,11 +100,48 @@ def test_recomputed_ranges_keep_the_tensors_between_them():
 
 
 def test_a_sharded_optimizer_is_divided_among_the_replicas():
-    """Parameters and gradients are not."""
+    """Parameters and gradients are not. Without sizes of single parameters it divides evenly."""
     stages = (STAGES[0].model_copy(update={"shard": "optimizer"}), STAGES[1])
     memory = stage_memory(MODEL, stages, 0, 3, 2)
     assert memory is not None
     assert (memory.parameters, memory.optimizer) == (2000, 1334)
+
+
+def test_a_shard_holds_whole_parameters():
+    """Of 2 x (700 + 300) bytes three replicas keep 700, 700 and 600; a parameter of two stages is
+    kept by each.
+    """
+    sized = profile().model_copy(
+        update={
+            "layers": tuple(
+                layer.model_copy(update={"parameter_sizes": (700, 300)})
+                for layer in profile().layers
+            )
+        }
+    )
+    tied = TiedGroup(
+        parameter_bytes=300, members=tuple(TiedMember(layer=n, parameter="w") for n in (0, 3))
+    )
+    stage = STAGES[0].model_copy(update={"shard": "optimizer"})
+    alone, shared = (
+        state_shares(CostModel(p, cluster(4)), stage)
+        for p in (sized, sized.model_copy(update={"tied": (tied,)}))
+    )
+    assert (alone, shared) == ((700, 700, 600), (1000, 1000, 600))
+    parts = [
+        stage_memory(CostModel(sized, cluster(4)), (stage, STAGES[1]), 0, 3, 2, replica=r)
+        for r in (0, 2, None)
+    ]
+    assert [memory and memory.optimizer for memory in parts] == [1400, 1200, 1400]
+
+
+@given(st.lists(st.integers(0, 1000), max_size=30), st.integers(1, 6))
+def test_shards_are_balanced(sizes: list[int], parts: int):
+    """No part exceeds an equal share by more than the largest parameter."""
+    loads = [0] * parts
+    for size, owner in zip(sizes, shard_owners(sizes, parts), strict=True):
+        loads[owner] += size
+    assert max(loads) <= sum(sizes) / parts + max(sizes, default=0)
 
 
 @pytest.mark.parametrize(("schedule", "held"), [("early-backward", 1), ("gpipe", 4)])

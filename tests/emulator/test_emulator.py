@@ -104,6 +104,28 @@ def test_a_run_takes_what_the_simulator_says():
     assert expected * 0.98 < seconds < expected * 3
 
 
+def test_a_sharded_update_waits_for_its_share():
+    """Two replicas of layers with 8000, 4000 and 4000 bytes: half of 3 x 0.2 s each."""
+    profile = chain([0.0] * 3, [0.0] * 3, parameter_bytes=4000, optimizer_seconds=0.2)
+    layers = list(profile.layers)
+    layers[0] = layers[0].model_copy(update={"parameter_bytes": 8000})
+    profile = emulated_profile(profile.model_copy(update={"layers": tuple(layers)}))
+    made = plan([2], 2, 1, cluster(1, 2), cuts=[3])
+    stages = (made.stages[0].model_copy(update={"shard": "optimizer"}),)
+    made = made.model_copy(update={"stages": stages})
+    graph = capture_emulated(profile)
+
+    def work(transport: Any) -> float:
+        trainer = emulated_trainer(
+            OwnCopy(graph), profile, made, transport.rank, transport=transport, record=False
+        )
+        return timed(lambda: trainer.step(torch.zeros(2, 1)))
+
+    seconds = max(run_threads(2, work))
+    assert 0.298 < seconds < 0.59
+    assert simulate(made, profile).step_seconds == pytest.approx(0.3, abs=0.001)
+
+
 def test_scales_are_positive_numbers():
     """And tensors never vanish."""
     profile = chain([1.0, 1.0], [1.0, 1.0], bytes_per_row=40.0, parameter_bytes=8)

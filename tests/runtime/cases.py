@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -35,6 +35,7 @@ class Run:
         schedule: the plan's schedule.
         split, policy: how the layers are cut and how deep stages warm up, see `make_plan`.
         shares: per stage the shares of its replicas in the rows; None: even.
+        shard: what every stage's replicas share out.
     """
 
     model: str
@@ -47,6 +48,7 @@ class Run:
     split: str = "even"
     policy: str = "A"
     shares: tuple[tuple[float, ...] | None, ...] = ()
+    shard: Literal["none", "optimizer"] = "none"
 
     @property
     def all_rows(self) -> tuple[int, ...]:
@@ -171,6 +173,7 @@ def make_plan(
     split: str = "even",
     policy: str = "A",
     shares: Sequence[tuple[float, ...] | None] = (),
+    shard: Literal["none", "optimizer"] = "none",
     **changes: Any,
 ) -> Plan:
     """A plan for stages with these replica counts.
@@ -180,6 +183,7 @@ def make_plan(
             the rest, so that the skip of the skip net passes over a stage in the middle.
         policy: of warm-up, see `warmup_counts`.
         shares: of each stage's replicas in the rows; none: even.
+        shard: what every stage's replicas share out.
     """
     devices = sum(replicas)
     stages, first = [], 0
@@ -195,6 +199,7 @@ def make_plan(
                 devices=tuple(range(first, first + count)),
                 warmup=warmup[s],
                 rows=shares[s] if shares else None,
+                shard=shard,
             )
         )
         first += count
@@ -254,6 +259,7 @@ def make_trainer(graph: Any, run: Run, **trainer_arguments: Any) -> Trainer:
             run.split,
             run.policy,
             run.shares,
+            run.shard,
         ),
         OPTIMIZERS[run.optimizer],
         weight=EXAMPLES[run.model].weight,

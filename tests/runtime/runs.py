@@ -36,4 +36,10 @@ ODD_RUNS: list[Run] = [
     for rows, micro_batches, step_rows in ODD_BATCHES
 ]
 
-ALL_RUNS: list[Run] = PAIRWISE_RUNS + ODD_RUNS
+# State shared out, also of more replicas than parameters, and of a tied parameter's two stages.
+SHARDED_RUNS: list[Run] = [
+    Run("gpt", (3, 2), shard="optimizer"),
+    Run("skip", (2, 1, 2), 5, 13, optimizer="sgd", shard="optimizer"),
+]
+
+ALL_RUNS: list[Run] = PAIRWISE_RUNS + ODD_RUNS + SHARDED_RUNS

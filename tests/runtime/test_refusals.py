@@ -34,11 +34,10 @@ def test_a_world_size_that_is_not_the_plans() -> None:
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        (with_stage(plan_for((2, 1)), shard="optimizer"), r'shard "optimizer" \(stage 0\)'),
         (plan_for((1, 1), virtual=2), "virtual stages"),
         (plan_for((1, 1), simulate_only=("half a device",)), "half a device"),
     ],
-    ids=["shard", "virtual", "named"],
+    ids=["virtual", "named"],
 )
 def test_a_plan_that_is_for_simulation_only(plan: Plan, words: str) -> None:
     """Each thing that can't be executed yet is refused by name."""

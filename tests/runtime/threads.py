@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from dapple.graph import BoundaryTensor, LayerGraph, StageProgram
 from dapple.records import Plan
@@ -101,11 +102,18 @@ class ThreadTransport:
             if len(parts) == len(ranks):
                 assert len({p.shape for p in parts.values()}) == 1, "ranks add up different things"
                 # In order of ranks, so that the last bits do not depend on who came first.
-                total = torch.stack([parts[rank].clone() for rank in sorted(ranks)]).sum(0)
-                for part in parts.values():
-                    part.copy_(total)
+                # Without the modes of this thread: its rank does not hold what the channels do.
+                with _disable_current_modes():
+                    total = torch.stack([parts[rank].clone() for rank in sorted(ranks)]).sum(0)
+                    for part in parts.values():
+                        part.copy_(total)
                 self._board.changed.notify_all()
         return _Sum(self._board, key)
+
+    def broadcast(self, tensor: torch.Tensor, source: int, ranks: Sequence[int]) -> Pending:
+        if self.rank != source:
+            tensor.zero_()
+        return self.sum(tensor, ranks)
 
     def _meet(self, channel: Any, message: _Message, mine: Any, others: Any) -> _Message:
         with self._board.changed:

@@ -236,6 +236,18 @@ def test_recompute_runs_the_forward_again_before_each_backward():
     assert [s.kind for s in timeline.spans] == ["forward", "recompute", "backward"] * 2
 
 
+def test_a_sharded_update_is_divided_and_spread():
+    """Two replicas update half of 4 s each, then send half of 8 bytes at 1 byte/s to the other."""
+    made = plan([2], 2, 1, cluster(2, bandwidth=1.0))
+    stages = (made.stages[0].model_copy(update={"shard": "optimizer"}),)
+    profile = chain([1], [2], parameter_bytes=8, optimizer_seconds=4)
+    whole, shared = (
+        simulate(made.model_copy(update={"stages": s}), profile) for s in (made.stages, stages)
+    )
+    assert whole.step_seconds == pytest.approx(1 + 2 + 8 + 4)
+    assert shared.step_seconds == pytest.approx(1 + 2 + 8 + 2 + 4)
+
+
 def test_a_faster_device_divides_all_its_times():
     """Speed 2 halves forward, backward and update."""
     made = plan([1], 2, 2, cluster(1, speed=2.0))

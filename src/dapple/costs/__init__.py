@@ -15,6 +15,7 @@ from dapple.costs.model import CostModel, Crossing, bucket_bytes, recomputed_ran
 from dapple.costs.network import NO_CARD, Network, Ring, Route
 from dapple.costs.pipeline import Channel, GradientSum, PipelineCosts, pipeline_costs
 from dapple.costs.rows import overlaps, split_rows
+from dapple.costs.shards import shard_owners, state_shares, update_seconds
 from dapple.costs.symmetry import merge_equal_replicas
 
 __all__ = [
@@ -35,6 +36,9 @@ __all__ = [
     "pipeline_costs",
     "recomputed_ranges",
     "seconds_at",
+    "shard_owners",
     "split_rows",
     "stage_memory",
+    "state_shares",
+    "update_seconds",
 ]

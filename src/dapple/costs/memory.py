@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from dapple.costs.model import CostModel, recomputed_ranges
 from dapple.costs.rows import overlaps, split_rows
+from dapple.costs.shards import state_shares
 from dapple.records import StagePlan
 
 
@@ -63,13 +64,16 @@ def stage_memory(
         micro_batch_rows: rows of the largest micro-batch, before the replica split.
         in_flight: K_i, at most M.
         optimizer_state_factor: optimizer state in units of the parameters' bytes.
-        replica: which replica; None: the one with most rows.
+        replica: which replica; None: the one with most rows, and with the largest share of a
+            sharded optimizer.
 
     Returns:
         The parts, or None when the profile has no saved bytes for a layer of the stage.
     """
     stage = stages[number]
     split = split_rows(micro_batch_rows, stage.replicas, stage.rows)
+    shares = state_shares(model, stage)
+    state = max(shares) if replica is None else shares[replica]
     if replica is None:
         replica = split.index(max(split))
     kept = _activation_bytes(model, stage, split[replica], in_flight)
@@ -77,13 +81,10 @@ def stage_memory(
         return None
     inputs, gradients = _received_bytes(model, stages, number, split, replica)
     parameters = model.parameter_bytes(stage.start, stage.stop)
-    state = parameters * optimizer_state_factor
-    if stage.shard == "optimizer":
-        state /= stage.replicas
     return StageMemory(
         parameters=parameters,
         gradients=parameters,
-        optimizer=math.ceil(state),
+        optimizer=math.ceil(state * optimizer_state_factor),
         activations=math.ceil(kept),
         received_inputs=math.ceil((in_flight + 1) * inputs),
         received_gradients=math.ceil(2 * gradients),

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from dapple.costs.model import CostModel, Crossing
 from dapple.costs.network import NO_CARD, Network, Ring, Route
 from dapple.costs.rows import overlaps, split_rows
+from dapple.costs.shards import update_seconds
 from dapple.errors import PlanError
 from dapple.records import StagePlan
 
@@ -152,11 +153,7 @@ def pipeline_costs(
         recompute=again,
         channels=channels,
         sums=sums,
-        optimizer=tuple(
-            model.optimizer_seconds(stage.start, stage.stop) / model.speeds[device]
-            for stage in stages
-            for device in stage.devices
-        ),
+        optimizer=tuple(s for stage in stages for s in update_seconds(model, stage)),
         contended=_filled_cards(model.network, messages + rings),
         crowded=bool(_filled_cards(model.network, messages)),
     )

@@ -48,12 +48,13 @@ def _layer(
     profile: ModelProfile, number: int, time_scale: float, byte_scale: float
 ) -> LayerProfile:
     layer, largest = profile.layers[number], profile.batch_sizes[-1]
-    tied = sum(
+    tied = [
         _floats(group.parameter_bytes * byte_scale)
         for group in profile.tied
         if any(member.layer == number for member in group.members)
-    )
-    whole = _floats(layer.parameter_bytes * byte_scale)
+    ]
+    # A float of its own beside the tied ones, so that every layer has a gradient.
+    own = max(_floats(layer.parameter_bytes * byte_scale) - sum(tied), FLOAT)
     saved = None
     if layer.saved_bytes is not None:
         # In proportion to the rows: the emulated layer keeps one tensor with rows.
@@ -63,10 +64,10 @@ def _layer(
         name=layer.name,
         forward_seconds=tuple(t * time_scale for t in layer.forward_seconds),
         backward_seconds=tuple(t * time_scale for t in layer.backward_seconds),
-        # A float of its own beside the tied ones, so that every layer has a gradient.
-        parameter_bytes=max(whole, tied + FLOAT),
+        parameter_bytes=own + sum(tied),
         saved_bytes=saved,
         optimizer_seconds=layer.optimizer_seconds * time_scale,
+        parameter_sizes=(own, *tied),
     )
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from dapple.costs import CostModel
 from dapple.emulator.model import EmulatedModel, clock
 from dapple.graph import LayerGraph, capture
 from dapple.profiler.links import measure_link
@@ -70,10 +71,13 @@ def emulated_trainer(
     """This rank's trainer for an emulated model; all its waits take time from now on."""
     topology = Topology.of(plan, rank, plan.num_devices)
     stage = topology.stage_plan
-    layers = profile.layers[stage.start : stage.stop]
-    seconds = sum(layer.optimizer_seconds for layer in layers)
+    model = CostModel(profile, plan.cluster)
+    whole = model.parameter_bytes(stage.start, stage.stop)
 
-    def optimizer(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    def optimizer(parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
+        # Of a sharded optimizer these are this replica's share.
+        share = sum(parameter.nbytes for parameter in parameters) / whole
+        seconds = model.optimizer_seconds(stage.start, stage.stop) * share
         return EmulatedOptimizer(parameters, seconds, plan.optimizer_state_factor)
 
     trainer = Trainer(graph, plan, optimizer, device=torch.device("cpu"), **arguments)

@@ -84,6 +84,7 @@ def measure_profile(
             saved_bytes=tuple(row[i] for row in saved),
             workspace_bytes=tuple(row[i] for row in workspace),
             optimizer_seconds=updates[i],
+            parameter_sizes=tuple(p.nbytes for p in graph.parameters_of(i).values()),
         )
         for i, name in enumerate(graph.layer_names)
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from dapple.cluster import Cluster
 from dapple.records.base import Record
@@ -33,6 +33,16 @@ class StagePlan(Record):
     recompute: bool | tuple[tuple[int, int], ...] = False
     rows: tuple[float, ...] | None = None
     shard: Literal["none", "optimizer"] = "none"
+
+    @field_validator("shard", mode="before")
+    @classmethod
+    def _shardable(cls, value: object) -> object:
+        if value not in ("none", "optimizer"):
+            raise ValueError(
+                f'"{value}" is not shared out among replicas yet, optimizer state only; use shard '
+                '"optimizer", or more stages with fewer replicas, which hold fewer parameters each'
+            )
+        return value
 
     @property
     def replicas(self) -> int:

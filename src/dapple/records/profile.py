@@ -27,6 +27,8 @@ class LayerProfile(Record):
         workspace_bytes: most bytes alive for a moment inside the layer beyond saved, parameters
             and gradients. None: not measured.
         optimizer_seconds: time of one optimizer update of the layer's parameters, s.
+        parameter_sizes: bytes of each of its parameters, which add up to `parameter_bytes`. None:
+            not known.
     """
 
     name: str
@@ -36,6 +38,7 @@ class LayerProfile(Record):
     saved_bytes: tuple[Bytes, ...] | None = None
     workspace_bytes: tuple[Bytes, ...] | None = None
     optimizer_seconds: Seconds = 0.0
+    parameter_sizes: tuple[Bytes, ...] | None = None
 
 
 class TensorProfile(Record):
@@ -113,18 +116,34 @@ class ModelProfile(Record):
                         f"layer {number} ({layer.name}): {field} has {len(values)} values "
                         f"for {len(sizes)} batch sizes"
                     )
+            if layer.parameter_sizes is not None:
+                total = sum(layer.parameter_sizes)
+                if total != layer.parameter_bytes:
+                    raise ValueError(
+                        f"layer {number} ({layer.name}): parameter_sizes add up to {total}, but "
+                        f"parameter_bytes is {layer.parameter_bytes}"
+                    )
+        self._check_tied()
         for tensor in self.tensors:
             if any(not tensor.producer < consumer < count for consumer in tensor.consumers):
                 raise ValueError(
                     f"tensor {tensor.name}: consumers {list(tensor.consumers)} must be layers "
                     f"after its producer {tensor.producer} and below {count}"
                 )
-        for group in self.tied:
-            if any(member.layer >= count for member in group.members):
-                raise ValueError(
-                    f"tied group {group.members[0].parameter} names a layer >= {count}"
-                )
         return self
+
+    def _check_tied(self) -> None:
+        for group in self.tied:
+            name = group.members[0].parameter
+            if any(member.layer >= len(self.layers) for member in group.members):
+                raise ValueError(f"tied group {name} names a layer >= {len(self.layers)}")
+            for member in group.members:
+                sizes = self.layers[member.layer].parameter_sizes
+                if sizes is not None and group.parameter_bytes not in sizes:
+                    raise ValueError(
+                        f"tied group {name} has {group.parameter_bytes} bytes, and no parameter of "
+                        f"layer {member.layer} has so many in parameter_sizes"
+                    )
 
     @property
     def num_layers(self) -> int:

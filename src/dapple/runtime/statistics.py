@@ -127,7 +127,8 @@ class BatchStatistics(nn.Module):
             cudnn = bool(torch.backends.cudnn.enabled)
             return torch.batch_norm(x, weight, bias, *kept, True, momentum, epsilon, cudnn)
         found = self._current.found
-        if position == len(found):
+        fresh = position == len(found)
+        if fresh:
             mean, variance, count = self._gather(x, x.shape[1], _wide(x.dtype))
             found.append((mean, torch.rsqrt(variance + epsilon), count))
             with torch.no_grad():
@@ -135,7 +136,7 @@ class BatchStatistics(nn.Module):
                 _update(running_variance, variance * (count / (count - 1)), momentum)
         # Else it is computed again, for a backward: its statistics are known.
         assert position < len(found), "batch norms ran out of order"
-        return self._normalise(x, weight, bias, found[position])
+        return self._normalise(x, weight, bias, found[position], fresh)
 
     def _normalise(
         self,
@@ -143,6 +144,7 @@ class BatchStatistics(nn.Module):
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         known: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        fresh: bool,
     ) -> torch.Tensor:
         given = [x, weight, bias]
         reached = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
@@ -153,7 +155,8 @@ class BatchStatistics(nn.Module):
             result, token = _Normalise.apply(  # type: ignore[no-untyped-call]
                 self._anchor, *given, *known, self.add
             )
-        if self._keeps:
+        if self._keeps and fresh:
+            # A token of what is computed again would keep its activations for nothing.
             self._current.tokens.append(token)
         return result if reached else result.detach()
 

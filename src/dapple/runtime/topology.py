@@ -80,9 +80,6 @@ def _check_executable(plan: Plan) -> None:
         recomputed_ranges(stage, plan.num_layers)
         split_rows(1, stage.replicas, stage.rows)
     blocked = list(plan.simulate_only)
-    for number, stage in enumerate(plan.stages):
-        if stage.shard != "none":
-            blocked.append(f'shard "{stage.shard}" (stage {number})')
     if plan.virtual != 1:
         blocked.append("virtual stages")
     if blocked:

@@ -47,6 +47,7 @@ from dapple.runtime.process import (
 )
 from dapple.runtime.recorder import Recorder
 from dapple.runtime.results import Evaluation, StepResult
+from dapple.runtime.sharding import OptimizerShard
 from dapple.runtime.stage import StageRunner
 from dapple.runtime.statistics import BatchNormRule, BatchStatistics
 from dapple.runtime.step import TrainingStep
@@ -165,7 +166,12 @@ class Trainer:
             self.topology.ranks[self.topology.stage],
             tied,
         )
-        self.optimizer = make_optimizer(optimizer, Parameters(trainable, names))
+        self._shard, updated = None, trainable
+        if stage.shard == "optimizer":
+            replicas = self.topology.ranks[self.topology.stage]
+            self._shard = OptimizerShard(trainable, replicas, rank, tied, self._transport)
+            updated = self._shard.own
+        self.optimizer = make_optimizer(optimizer, Parameters(updated, names))
         self.scheduler = make_scheduler(scheduler, self.optimizer)
         clipping = None
         if clip_norm is not None:
@@ -177,6 +183,7 @@ class Trainer:
         self._updating = Update(
             list(trainable.values()),
             self.optimizer,
+            self._shard,
             self.scheduler,
             clipping,
             self.scaler,
@@ -403,7 +410,7 @@ class Trainer:
             self._gradients.wait()
             verdict = self._updating.agree()
         self._progress.set("optimizer", None)
-        if self.optimizer is not None:
+        if self.optimizer is not None or self._shard is not None:
             with self._recorder.span("optimizer"):
                 self._updating.apply(verdict)
         return verdict

@@ -42,6 +42,9 @@ class Transport(Protocol):
         Sums of one channel over the same ranks must be started in the same order on each.
         """
 
+    def broadcast(self, tensor: torch.Tensor, source: int, ranks: Sequence[int]) -> Pending:
+        """Start copying the tensor of `source` to those of the other `ranks`, which all call it."""
+
 
 class DistributedTransport:
     """`Transport` over an initialised process group.
@@ -98,6 +101,11 @@ class DistributedTransport:
             return Done()
         group = self._sums[channel, tuple(ranks)]
         return _started(dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=True))
+
+    def broadcast(self, tensor: torch.Tensor, source: int, ranks: Sequence[int]) -> Pending:
+        """Start a broadcast from the rank `source` over `ranks`, the group of a sum."""
+        group = self._sums[GRADIENTS, tuple(ranks)]
+        return _started(dist.broadcast(tensor, src=source, group=group, async_op=True))
 
 
 class Done:

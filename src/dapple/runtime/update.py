@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from dapple.runtime.clipping import Clipping
 from dapple.runtime.scaling import adapt, overflowed, unscale
+from dapple.runtime.sharding import OptimizerShard
 from dapple.runtime.transport import Transport
 
 
@@ -33,6 +34,7 @@ class Update:
     Args:
         parameters: this rank's trainable ones.
         optimizer: theirs; None if there are none.
+        shard: what of a sharded optimizer this rank updates; None: it is not sharded.
         scheduler: of the optimizer's learning rate, stepped after each update.
         clipping: by the norm over the whole model; None: none.
         scaler: the scale that the loss had; None: none.
@@ -44,6 +46,7 @@ class Update:
         self,
         parameters: Sequence[nn.Parameter],
         optimizer: torch.optim.Optimizer | None,
+        shard: OptimizerShard | None,
         scheduler: LRScheduler | None,
         clipping: Clipping | None,
         scaler: torch.amp.GradScaler | None,
@@ -52,6 +55,7 @@ class Update:
     ) -> None:
         self._parameters = parameters
         self._optimizer = optimizer
+        self._shard = shard
         self._scheduler = scheduler
         self._clipping = clipping
         self._scaler = scaler
@@ -97,6 +101,8 @@ class Update:
             self._clipping.clip(verdict.gradient_norm)
         if self._optimizer is not None:
             self._optimizer.step()
+        if self._shard is not None:
+            self._shard.spread()
         if self._scheduler is not None:
             self._scheduler.step()
 
