@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,8 @@ class Workload:
         weight: (inputs, targets) -> how many units the loss of this piece averages, such as
             unmasked tokens; a number >= 0. The objective over all pieces of a global batch is
             sum_i weight_i loss_i / sum_i weight_i, and a piece of weight 0 is skipped. None: rows.
+        lengths: dimensions besides the batch that change from step to step, as `capture` takes
+            them. None: there are none.
     """
 
     name: str
@@ -37,3 +39,4 @@ class Workload:
     targets: Callable[[int], Tensor | tuple[Tensor, ...]] | None = None
     loss: Callable[[Any, Any], Tensor] | None = None
     weight: Callable[[Any, Any], float] | None = None
+    lengths: Mapping[int | str, Mapping[int, str]] | None = None

@@ -2,6 +2,7 @@
 
 from dapple.graph.capture import capture
 from dapple.graph.layers import InputSpec, LayerGraph
+from dapple.graph.lengths import Rows
 from dapple.graph.program import BoundaryTensor
 from dapple.graph.results import OutputSpec
 from dapple.graph.seeds import SeedLayer, leave_generators
@@ -12,6 +13,7 @@ __all__ = [
     "InputSpec",
     "LayerGraph",
     "OutputSpec",
+    "Rows",
     "SeedLayer",
     "StageProgram",
     "capture",

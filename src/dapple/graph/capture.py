@@ -29,6 +29,7 @@ from dapple.graph.backwards import (
 )
 from dapple.graph.failures import export_failure, export_output_kept
 from dapple.graph.layers import InputSpec, LayerGraph, LossFunction, as_call, own_loss
+from dapple.graph.lengths import DimNames, Lengths, dims_of_inputs, length_refused, length_symbols
 from dapple.graph.nodes import attribute
 from dapple.graph.normalise import normalise
 from dapple.graph.outputs import objects_left_out
@@ -48,6 +49,7 @@ def capture(
     finer: bool = False,
     evaluation: bool = True,
     shared: Collection[int | str] = (),
+    lengths: Lengths | None = None,
 ) -> LayerGraph:
     """Capture a model with example inputs.
 
@@ -63,6 +65,9 @@ def capture(
         evaluation: also capture the evaluation mode, which takes as long again.
         shared: positions or names of arguments that are the same for all rows although their first
             dimension looks like the batch.
+        lengths: dimensions besides the batch that change from step to step: position or name of an
+            argument -> dimension -> name, such as {"tokens": {1: "length"}}. Equal names are equal
+            lengths. The example's should be 2 or more.
 
     Warns:
         UserWarning: some row's values depend on other rows, so that pieces of a batch give other
@@ -84,10 +89,13 @@ def capture(
     flat, input_spec = pytree.tree_flatten((arguments, keywords))
     rows = _example_rows(flat)
     batched = _batched(arguments, keywords, rows, shared)
+    dims = dims_of_inputs(arguments, keywords, lengths or {})
     with _modes_kept(model):
         try:
-            found = _exported(model, arguments, keywords, batched, finer, evaluation)
+            found = _exported(model, arguments, keywords, batched, dims, finer, evaluation)
         except CaptureError as error:
+            if any(dims):
+                raise  # layers that are taken as they are have one length
             if not isinstance(model, nn.Sequential):
                 raise CaptureError(
                     f"{error}; or hand over a list of layers, which are taken as they are"
@@ -102,8 +110,8 @@ def capture(
         if note.startswith((MIXING, LOST_SAVINGS, AS_IS)):
             warnings.warn(f"{type(model).__name__}: {note}", stacklevel=2)
     specs = tuple(
-        _input_spec(node.name, v, b)
-        for (node, v), b in zip(_pair(training, flat), batched, strict=True)
+        _input_spec(node.name, v, b, d)
+        for (node, v), b, d in zip(_pair(training, flat), batched, dims, strict=True)
     )
     graph = LayerGraph(
         name=name or type(model).__name__,
@@ -158,6 +166,7 @@ def _exported(
     arguments: tuple[Any, ...],
     keywords: dict[str, Any],
     batched: Sequence[bool],
+    dims: Sequence[DimNames],
     finer: bool,
     evaluation: bool,
 ) -> _Found:
@@ -169,10 +178,12 @@ def _exported(
         if not model.training:
             model.train()
         with savings_noted(model) as savings:
-            programs[True], specs[True] = _export(model, arguments, keywords, batched, units)
+            programs[True], specs[True] = _export(model, arguments, keywords, batched, dims, units)
         if evaluation:
             model.eval()
-            programs[False], specs[False] = _export(model, arguments, keywords, batched, units)
+            programs[False], specs[False] = _export(
+                model, arguments, keywords, batched, dims, units
+            )
     return _Found(programs, specs, programs[True], [*left_out, *savings])
 
 
@@ -231,11 +242,16 @@ def _export(
     arguments: tuple[Any, ...],
     keywords: dict[str, Any],
     batched: Sequence[bool],
+    dims: Sequence[DimNames],
     units: Units,
 ) -> tuple[Program, pytree.TreeSpec]:
     dim = Dim("batch", min=1, max=_MAX_BATCH)
     spec = pytree.tree_structure((arguments, keywords))
-    shapes = pytree.tree_unflatten([{0: dim} if b else None for b in batched], spec)
+    dynamic = [
+        {**({0: dim} if b else {}), **{at: Dim.DYNAMIC for at, _ in named}} or None
+        for b, named in zip(batched, dims, strict=True)
+    ]
+    shapes = pytree.tree_unflatten(dynamic, spec)
     random = torch.get_rng_state()
     try:
         with (
@@ -255,11 +271,14 @@ def _export(
     except CaptureError:
         raise
     except Exception as error:
-        raise CaptureError(export_failure(model, error, printed.getvalue())) from error
+        reason = export_failure(model, error, printed.getvalue())
+        raise CaptureError(length_refused(error, dims) or reason) from error
     finally:
         torch.set_rng_state(random)
     normalise(module)
-    return Program(module, units, _batch_symbol(module)), exported.call_spec.out_spec
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    symbols = length_symbols(placeholders, dims) if any(dims) else {}
+    return Program(module, units, _batch_symbol(module), symbols), exported.call_spec.out_spec
 
 
 def _by_argument(model: nn.Module, shapes: Any, keywords: dict[str, Any]) -> Any:
@@ -325,10 +344,10 @@ def _pair(program: Program, flat: Sequence[Any]) -> list[tuple[torch.fx.Node, An
     return list(zip(program.placeholders, flat, strict=True))
 
 
-def _input_spec(name: str, value: Any, batched: bool) -> InputSpec:
+def _input_spec(name: str, value: Any, batched: bool, dims: DimNames) -> InputSpec:
     if not isinstance(value, torch.Tensor):
         return InputSpec(name, (), None, False, value)
-    return InputSpec(name, tuple(value.shape), value.dtype, batched)
+    return InputSpec(name, tuple(value.shape), value.dtype, batched, lengths=dims)
 
 
 def _fingerprint(name: str, program: Program, names: Mapping[str, str]) -> str:

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from dapple.errors import CaptureError, InputError
 from dapple.graph.dtypes import dtypes_under
+from dapple.graph.lengths import DimNames, lengths_of
 from dapple.graph.nodes import attribute
 from dapple.graph.program import BoundaryTensor, Program
 from dapple.graph.results import OutputSpec, output_specs
@@ -32,6 +33,7 @@ class InputSpec:
         dtype: its type; None for a constant.
         batched: the first dimension is the batch.
         constant: the value, where it is no tensor.
+        lengths: dimensions that change from step to step, with their names.
     """
 
     name: str
@@ -39,6 +41,7 @@ class InputSpec:
     dtype: torch.dtype | None
     batched: bool
     constant: Any = None
+    lengths: DimNames = ()
 
 
 class Elsewhere(nn.Parameter):
@@ -210,6 +213,14 @@ class LayerGraph:
             return keywords
         return arguments if isinstance(inputs, tuple | list) else arguments[0]
 
+    def lengths_of(self, named: Mapping[str, Any]) -> dict[str, int]:
+        """What the lengths that capture was told of are in flattened inputs, by name.
+
+        Raises:
+            InputError: one name stands for two lengths.
+        """
+        return lengths_of([(s.name, s.lengths) for s in self.inputs], named)
+
     def batch_size(self, named: Mapping[str, Any]) -> int:
         """Rows of flattened inputs."""
         return next(int(named[s.name].shape[0]) for s in self.inputs if s.batched)
@@ -358,12 +369,15 @@ def _check_input(spec: InputSpec, value: Any) -> None:
     if not isinstance(value, torch.Tensor) or value.dtype != spec.dtype:
         kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
         raise InputError(f"input {spec.name} must be a tensor of {spec.dtype}; got {kind}")
-    first = 1 if spec.batched else 0
-    if value.dim() != len(spec.shape) or tuple(value.shape[first:]) != spec.shape[first:]:
-        wanted = ["batch" if spec.batched and i == 0 else str(n) for i, n in enumerate(spec.shape)]
+    free = dict(spec.lengths) | ({0: "batch"} if spec.batched else {})
+    wanted = [free.get(dim, str(size)) for dim, size in enumerate(spec.shape)]
+    if value.dim() != len(spec.shape) or any(
+        value.shape[dim] != size for dim, size in enumerate(spec.shape) if dim not in free
+    ):
         raise InputError(
             f"input {spec.name} has shape {list(value.shape)}, but the model was captured for "
-            f"[{', '.join(wanted)}]; capture it with an example of the new shape"
+            f"[{', '.join(wanted)}]; capture it with an example of the new shape, or name what "
+            "changes in capture's `lengths`"
         )
     if spec.batched and value.shape[0] < 1:
         raise InputError(f"input {spec.name} has no rows; pass a batch of at least one")

@@ -12,7 +12,7 @@ layer: each stage that reads them computes them again.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,6 +20,7 @@ import sympy
 import torch
 from torch import fx, nn
 
+from dapple.graph.lengths import ROWS, Rows, size_for, symbol_of
 from dapple.graph.nodes import (
     OPAQUE,
     Opaque,
@@ -51,6 +52,8 @@ class BoundaryTensor:
         row_dim: the dimension that holds the rows; None: the tensor is the same for every row.
         dtype: its type.
         needs_grad: a gradient travels back.
+        lengths: dimensions that change from step to step, as expressions; `shape` has what they
+            were at capture.
     """
 
     name: str
@@ -60,12 +63,17 @@ class BoundaryTensor:
     row_dim: int | None
     dtype: torch.dtype
     needs_grad: bool
+    lengths: tuple[tuple[int, str], ...] = ()
 
     def shape_for(self, rows: int) -> tuple[int, ...]:
-        """Its shape for a batch of `rows` rows."""
-        if self.row_dim is None:
-            return self.shape
-        return (*self.shape[: self.row_dim], rows, *self.shape[self.row_dim + 1 :])
+        """Its shape for a piece of `rows` rows, and of their lengths if they know any."""
+        shape = list(self.shape)
+        if self.row_dim is not None:
+            shape[self.row_dim] = int(rows)
+        if isinstance(rows, Rows):
+            for dim, expression in self.lengths:
+                shape[dim] = size_for(rows, expression)
+        return tuple(shape)
 
     @property
     def bytes_per_row(self) -> int:
@@ -80,14 +88,22 @@ class Program:
         module: the normalised graph module.
         units: the model's units.
         batch_symbol: the symbol of the batch size, None if the model was exported at a fixed one.
+        length_symbols: the names of further sizes that change, by their symbols.
     """
 
     def __init__(
-        self, module: fx.GraphModule, units: Units, batch_symbol: sympy.Symbol | None
+        self,
+        module: fx.GraphModule,
+        units: Units,
+        batch_symbol: sympy.Symbol | None,
+        length_symbols: Mapping[sympy.Symbol, str] | None = None,
     ) -> None:
         self.module = module
         self.graph = module.graph
         self.batch_symbol = batch_symbol
+        self._names = {s: symbol_of(name) for s, name in (length_symbols or {}).items()}
+        if batch_symbol is not None:
+            self._names[batch_symbol] = sympy.Symbol(ROWS, integer=True)
         self.order = {node: i for i, node in enumerate(self.graph.nodes)}
         self.placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
         self.roots = alias_roots(self.graph)
@@ -139,6 +155,7 @@ class Program:
                 row_dim=row_dim,
                 dtype=node.meta["val"].dtype,
                 needs_grad=node in self.with_gradient,
+                lengths=self._lengths(node) if is_tensor(node) else (),
             )
         return found
 
@@ -229,9 +246,13 @@ class Program:
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt):
             expression = value.node.expr
-            if self.batch_symbol is not None and expression.free_symbols <= {self.batch_symbol}:
+            if expression.free_symbols <= set(self._names):
                 return expression
         return None
+
+    def in_words(self, expression: sympy.Expr) -> str:
+        """An expression in the batch size and lengths, as `size_for` takes it."""
+        return str(expression.subs(self._names))
 
     def _find_recomputed(self) -> set[fx.Node]:
         found: set[fx.Node] = set()
@@ -308,6 +329,20 @@ class Program:
             elif size.node.expr == self.batch_symbol and row_dim is None:
                 row_dim = dim
                 shape.append(1)
+            elif self._is_length(size):
+                shape.append(int(size.node.hint))
             else:
                 return None
         return tuple(shape), row_dim
+
+    def _is_length(self, size: torch.SymInt) -> bool:
+        """A size that depends on lengths, and not on the batch."""
+        symbols = size.node.expr.free_symbols
+        return bool(symbols) and symbols <= set(self._names) - {self.batch_symbol}
+
+    def _lengths(self, node: fx.Node) -> tuple[tuple[int, str], ...]:
+        return tuple(
+            (dim, self.in_words(size.node.expr))
+            for dim, size in enumerate(node.meta["val"].shape)
+            if isinstance(size, torch.SymInt) and self._is_length(size)
+        )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,12 +11,12 @@ import sympy
 import torch
 from torch import fx, nn
 
+from dapple.graph.lengths import ROWS, size_for
 from dapple.graph.nodes import attribute, is_call, is_random, mutated_arguments, region_body
 from dapple.graph.program import BoundaryTensor, Program
 from dapple.graph.recompute import Recomputed
 from dapple.graph.seeds import SeedLayer, leave_generators, seed_layer
 
-ROWS = "rows"
 SEED = "seed"
 
 
@@ -72,23 +71,6 @@ class StageProgram:
         arguments += [received[tensor.name] for tensor in self.reads]
         made, results = self.module(*arguments)
         return made, results
-
-
-def size_for(rows: int, expression: str) -> int:
-    """A size that depends on the batch, such as "64*rows".
-
-    >>> size_for(3, "64*rows")
-    192
-    """
-    return int(_compiled(expression)(rows))
-
-
-@functools.cache
-def _compiled(expression: str) -> Callable[[int], float]:
-    function: Callable[[int], float] = sympy.lambdify(
-        sympy.Symbol(ROWS), sympy.sympify(expression), modules="math"
-    )
-    return function
 
 
 Range = tuple[int, int]
@@ -156,8 +138,7 @@ class _Body:
         """A size as a function of the rows that the stage is called with."""
         if expression == self.program.batch_symbol:
             return self.rows
-        plain = expression.subs(self.program.batch_symbol, sympy.Symbol(ROWS, integer=True))
-        return self.graph.call_function(size_for, (self.rows, str(plain)))
+        return self.graph.call_function(size_for, (self.rows, self.program.in_words(expression)))
 
 
 @dataclass

@@ -182,6 +182,7 @@ def _measure(rank: int, request: ProfileRequest, folder: str, messages: Any) -> 
             name=workload.name,
             finer=request.finer,
             evaluation=False,
+            lengths=workload.lengths,
         )
         profile = measure_profile(
             graph,

@@ -10,7 +10,8 @@ import torch
 from torch._dynamo.exc import TorchDynamoException
 
 from dapple.errors import InputError
-from dapple.graph import StageProgram
+from dapple.graph import LayerGraph, StageProgram
+from dapple.records import StagePlan
 from dapple.runtime.causes import one_line
 from dapple.runtime.surrounded import surrounded
 
@@ -18,7 +19,7 @@ CompileOptions = bool | Mapping[str, Any]
 
 
 def compiled(
-    program: StageProgram, options: CompileOptions, stage: int, joint_statistics: bool = False
+    program: StageProgram, options: CompileOptions, stage: int, blocked: str | None = None
 ) -> StageProgram:
     """A stage that is compiled when it first runs, in training and in evaluation on its own.
 
@@ -28,30 +29,48 @@ def compiled(
         program: the stage.
         options: False leaves it as it is; keyword arguments of `torch.compile`.
         stage: its number, for messages.
-        joint_statistics: its replicas take statistics together.
+        blocked: what of it can't be compiled, with a remedy.
 
     Raises:
-        InputError: options that torch does not take, or a stage that recomputes or whose replicas
-            take statistics together.
+        InputError: options that torch does not take, or a stage that can't be compiled.
     """
     if options is False:
         return program
-    if program.recomputed:
-        raise InputError(
-            f"stage {stage} recomputes layers, which can't be compiled as well; leave out compile, "
-            "or take a plan without recompute"
-        )
-    if joint_statistics:
-        raise InputError(
-            f"stage {stage} holds batch norms over the rows of several replicas, which can't be "
-            'compiled; leave out compile, or take batch_norm="local"'
-        )
+    if blocked is not None:
+        raise InputError(f"stage {stage} {blocked}")
     given: dict[str, Any] = {"dynamic": True, **({} if options is True else options)}
     try:
         program.module.compile(**given)
     except (TypeError, RuntimeError, AssertionError, TorchDynamoException) as error:
         raise InputError(f"torch.compile refuses {given}: {one_line(error)}") from error
     return surrounded(program, lambda: _refusing(stage))
+
+
+def what_blocks(
+    graph: LayerGraph, stage: StagePlan, recomputes: bool, joint_statistics: bool
+) -> str | None:
+    """What of a stage can't be compiled, with a remedy; None: nothing.
+
+    Args:
+        graph: the captured model.
+        stage: the stage in the plan.
+        recomputes: it runs forwards again.
+        joint_statistics: batch norms of its replicas are over the whole micro-batch.
+    """
+    if recomputes:
+        return (
+            "recomputes layers, which can't be compiled as well; leave out compile, or take a plan "
+            "without recompute"
+        )
+    joint = joint_statistics and stage.replicas > 1
+    if joint and graph.uses_batch_statistics(stage.start, stage.stop):
+        return (
+            "holds batch norms over the rows of several replicas, which can't be compiled; leave "
+            'out compile, or take batch_norm="local"'
+        )
+    if any(spec.lengths for spec in graph.inputs):
+        return "runs with lengths that change, which can't be compiled; leave out one of the two"
+    return None
 
 
 @contextmanager

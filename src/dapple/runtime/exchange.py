@@ -157,7 +157,7 @@ class Exchange:
         incoming = _Incoming(tensor)
         for piece in pieces:
             buffer = torch.empty(
-                tensor.shape_for(piece.stop - piece.start),
+                tensor.shape_for(self._layout.sized(piece.stop - piece.start)),
                 dtype=tensor.dtype,
                 device=self._device,
             )

@@ -8,9 +8,11 @@ rows 0 1 2 3 4 5 6           [0 1 2] [3 4] [5 6]      [0 1 2 3] [4 5 6]
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dapple.costs.rows import overlaps, split_rows
+from dapple.graph import Rows
 from dapple.runtime.topology import Topology
 
 
@@ -35,12 +37,19 @@ class Layout:
     Args:
         topology: this rank's place.
         global_batch_size: rows of the step, at least 1.
+        lengths: of the batch's other dimensions that change from step to step, by name.
     """
 
-    def __init__(self, topology: Topology, global_batch_size: int) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        global_batch_size: int,
+        lengths: Mapping[str, int] | None = None,
+    ) -> None:
         plan = topology.plan
         self.topology = topology
         self.global_batch_size = global_batch_size
+        self.lengths = dict(lengths or {})
         same = global_batch_size == plan.global_batch_size
         size = plan.micro_batch_size
         self.num_micro_batches = plan.num_micro_batches if same else -(-global_batch_size // size)
@@ -52,7 +61,11 @@ class Layout:
 
     def rows(self, micro_batch: int) -> int:
         """Rows of a micro-batch that this rank's replica works on."""
-        return self._split(micro_batch, self.topology.stage)[self.topology.replica]
+        return self.sized(self._split(micro_batch, self.topology.stage)[self.topology.replica])
+
+    def sized(self, rows: int) -> int:
+        """Rows that know the lengths of the batch, if it has any."""
+        return Rows(rows, self.lengths) if self.lengths else rows
 
     def micro_batch_rows(self, micro_batch: int) -> int:
         """Rows of a whole micro-batch."""

@@ -21,7 +21,7 @@ from dapple.records import Plan, Timeline
 from dapple.runtime.batch import Batch, WeightFunction, check_targets
 from dapple.runtime.buffers import WrittenBuffers
 from dapple.runtime.clipping import Clipping, counted_here
-from dapple.runtime.compiling import CompileOptions, compiled
+from dapple.runtime.compiling import CompileOptions, compiled, what_blocks
 from dapple.runtime.evaluation import Evaluator
 from dapple.runtime.exchange import Boundaries
 from dapple.runtime.gradients import GradientBuffers
@@ -150,10 +150,9 @@ class Trainer:
         names = list(graph.parameters())
         self._release_other_stages()
         move_to(self.device, self._program.module, self._evaluation.module)
-        joint = batch_norm == "global" and stage.replicas > 1
-        joint = joint and graph.uses_batch_statistics(stage.start, stage.stop)
+        blocked = what_blocks(graph, stage, bool(again), batch_norm == "global")
         self._program, self._evaluation = (
-            compiled(program, compile, self.topology.stage, joint)
+            compiled(program, compile, self.topology.stage, blocked)
             for program in (self._program, self._evaluation)
         )
         self._boundaries = Boundaries(self.topology, self._program.reads, self._program.makes)
@@ -417,7 +416,8 @@ class Trainer:
 
     def _prepare(self, inputs: Any, targets: Any) -> tuple[dict[str, Any], Layout]:
         named = self._graph.flatten_inputs(inputs)
-        layout = self._layout_for(self._graph.batch_size(named))
+        lengths = tuple(self._graph.lengths_of(named).items())
+        layout = self._layout_for(self._graph.batch_size(named), lengths)
         check_targets(targets, layout.global_batch_size)
         return named, layout
 
@@ -448,8 +448,8 @@ class Trainer:
         return loss, dict(zip(names, found, strict=True))
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 - one trainer lives as long as its process
-    def _layout_for(self, global_batch_size: int) -> Layout:
-        return Layout(self.topology, global_batch_size)
+    def _layout_for(self, global_batch_size: int, lengths: tuple[tuple[str, int], ...]) -> Layout:
+        return Layout(self.topology, global_batch_size, dict(lengths))
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 - one trainer lives as long as its process
     def _schedule_for(self, num_micro_batches: int) -> Schedule:
@@ -480,18 +480,19 @@ class Trainer:
         return [*module.parameters(), *module.buffers(), *self._gradients.buffers(), *moments]
 
     def _check_same_batch(self, layout: Layout) -> None:
-        """Every rank has as many rows; else they would wait for messages that never come.
+        """Every rank has as many rows, of the same lengths; else they would wait for messages that never come.
 
         Also the barrier that a step's clocks start from.
         """
         self._progress.set("barrier", None)
-        rows = layout.global_batch_size
-        sums = torch.tensor([rows, rows * rows], dtype=torch.float64).to(self.device)
+        sizes = {"rows": layout.global_batch_size, **layout.lengths}
+        here = torch.tensor(list(sizes.values()), dtype=torch.float64)
+        sums = torch.stack([here, here * here]).to(self.device)
         self._transport.sum(sums, tuple(range(self._transport.world_size))).wait()
-        total, squares = sums.tolist()
-        if total * total != squares * self._transport.world_size:
-            mean = total / self._transport.world_size
-            raise InputError(
-                f"the ranks were given batches of different sizes: {rows} rows here, {mean:g} on "
-                "average; hand every rank the same global batch"
-            )
+        for (name, size), total, squares in zip(sizes.items(), *sums.tolist(), strict=True):
+            if total * total != squares * self._transport.world_size:
+                mean = total / self._transport.world_size
+                raise InputError(
+                    f"the ranks were given batches of different sizes: {size} {name} here, {mean:g} "
+                    "on average; hand every rank the same global batch"
+                )

@@ -111,7 +111,14 @@ def _captured(job: Job) -> tuple[Workload, LayerGraph]:
     torch.manual_seed(job.training.seed)
     workload = workload_factory(job)()
     inputs = workload.inputs(4)
-    return workload, capture(workload.model, inputs, loss=workload.loss, name=workload.name)
+    graph = capture(
+        workload.model,
+        inputs,
+        loss=workload.loss,
+        name=workload.name,
+        lengths=workload.lengths,
+    )
+    return workload, graph
 
 
 class _Data:
