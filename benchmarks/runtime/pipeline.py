@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ def _rank(options: argparse.Namespace) -> None:
     targets = torch.randint(0, 256, (rows, SEQUENCE))
     policies = ("A", "B") if options.rate else ("A",)
     ours = {f"dapple, policy {policy}": _dapple(options, rows, policy) for policy in policies}
-    torch_step = _torch(options, tokens, targets)
+    _, torch_step = torch_pipeline(*_graph(options), MICRO_BATCHES, tokens, targets)
     sides: dict[str, Any] = {
         name: (lambda trainer=trainer: trainer.step(tokens, targets))
         for name, trainer in ours.items()
@@ -96,7 +97,7 @@ def _rank(options: argparse.Namespace) -> None:
             {
                 "times": times,
                 "bubble": {name: statistics.median(found) for name, found in bubbles.items()},
-                "parameters": sum(p.numel() for p in _model(options).parameters()),
+                "parameters": _parameters(options),
                 "message_bytes": options.rows * SEQUENCE * options.width * 4,
             }
         )
@@ -106,18 +107,24 @@ def _rank(options: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def _model(options: argparse.Namespace) -> GPT:
+def _parameters(options: argparse.Namespace) -> int:
+    model = transformer(options.width, options.layers, SEQUENCE)
+    return sum(p.numel() for p in model.parameters())
+
+
+def transformer(width: int, layers: int, sequence: int) -> GPT:
+    """A GPT without tied weights: torch's schedules have no parameters on two stages."""
     torch.manual_seed(0)
-    model = GPT(width=options.width, layers=options.layers, context=SEQUENCE)
-    # Untied: torch's schedules have no parameters on two stages.
-    model.head = nn.Linear(options.width, 256, bias=False)
+    model = GPT(width=width, layers=layers, context=sequence)
+    model.head = nn.Linear(width, 256, bias=False)
     return model
 
 
 def _graph(options: argparse.Namespace) -> tuple[LayerGraph, int]:
     """The captured model and the cut in the middle of its blocks."""
+    model = transformer(options.width, options.layers, SEQUENCE)
     example = torch.zeros(4, SEQUENCE, dtype=torch.int64)
-    graph = capture(_model(options), example, loss=next_byte_loss, name="gpt")
+    graph = capture(model, example, loss=next_byte_loss, name="gpt")
     return graph, graph.layer_names.index(f"blocks.{options.layers // 2}")
 
 
@@ -162,12 +169,14 @@ class _Part(nn.Module):
         return output
 
 
-def _torch(options: argparse.Namespace, tokens: torch.Tensor, targets: torch.Tensor) -> Any:
-    graph, cut = _graph(options)
+def torch_pipeline(
+    graph: LayerGraph, cut: int, micro_batches: int, tokens: torch.Tensor, targets: torch.Tensor
+) -> tuple[nn.Module, Callable[[], None]]:
+    """This rank's half of a captured model, and a step of torch's Schedule1F1B with it."""
     rank = dist.get_rank()
     program = graph.stage(0, cut) if rank == 0 else graph.stage(cut, graph.num_layers)
     stage = PipelineStage(_Part(program), rank, 2, torch.device("cpu"))
-    schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=next_byte_loss)
+    schedule = Schedule1F1B(stage, micro_batches, loss_fn=next_byte_loss)
     optimizer = _sgd(list(stage.submod.parameters()))
 
     def step() -> None:
@@ -179,7 +188,7 @@ def _torch(options: argparse.Namespace, tokens: torch.Tensor, targets: torch.Ten
             schedule.step(target=targets, losses=losses)
         optimizer.step()
 
-    return step
+    return stage.submod, step
 
 
 if __name__ == "__main__":
