@@ -7,37 +7,28 @@ model --torch.export, train mode--> Program (training)   --build_stage--> stage 
 from __future__ import annotations
 
 import hashlib
+import json
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import sympy
 import torch
 from torch import nn
-from torch.export import Dim, export
 from torch.utils import _pytree as pytree
 
 from dapple.errors import CaptureError
-from dapple.graph.as_is import AS_IS, programs_as_is
+from dapple.graph.as_is import AS_IS
 from dapple.graph.backwards import (
     LOST_SAVINGS,
-    own_backwards_refused,
     refuse_backward_hooks,
-    savings_noted,
 )
-from dapple.graph.failures import export_failure, export_output_kept
+from dapple.graph.export import exported, modes_kept, taken_as_is
 from dapple.graph.layers import InputSpec, LayerGraph, LossFunction, as_call, own_loss
-from dapple.graph.lengths import DimNames, Lengths, dims_of_inputs, length_refused, length_symbols
+from dapple.graph.lengths import DimNames, Lengths, dims_of_inputs
 from dapple.graph.nodes import attribute
-from dapple.graph.normalise import normalise
-from dapple.graph.outputs import objects_left_out
+from dapple.graph.outputs import VALUES
 from dapple.graph.probe import MIXING, rows_that_mix
 from dapple.graph.program import Program
-from dapple.graph.units import Units
-
-_MAX_BATCH = 1 << 20
 
 
 def capture(
@@ -86,13 +77,14 @@ def capture(
         model = nn.Sequential(*model)
     refuse_backward_hooks(model)
     arguments, keywords = as_call(inputs)
+    _check_kinds(arguments, keywords)
     flat, input_spec = pytree.tree_flatten((arguments, keywords))
     rows = _example_rows(flat)
     batched = _batched(arguments, keywords, rows, shared)
     dims = dims_of_inputs(arguments, keywords, lengths or {})
-    with _modes_kept(model):
+    with modes_kept(model):
         try:
-            found = _exported(model, arguments, keywords, batched, dims, finer, evaluation)
+            found = exported(model, arguments, keywords, batched, dims, finer, evaluation)
         except CaptureError as error:
             if any(dims):
                 raise  # layers that are taken as they are have one length
@@ -100,7 +92,7 @@ def capture(
                 raise CaptureError(
                     f"{error}; or hand over a list of layers, which are taken as they are"
                 ) from error
-            found = _taken_as_is(model, arguments, batched, evaluation, str(error))
+            found = taken_as_is(model, arguments, batched, evaluation, str(error))
         training = found.programs[True]
         programs = list(found.programs.values())
         notes = [*found.notes, *_align(programs)]
@@ -134,75 +126,14 @@ def capture(
     return graph
 
 
-@contextmanager
-def _modes_kept(model: nn.Module) -> Iterator[None]:
-    """Leave each module in the mode that it was found in."""
-    modes = {module: module.training for module in model.modules()}
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-
-
-@dataclass(frozen=True)
-class _Found:
-    """The programs of training (True) and evaluation mode, and what goes with them.
-
-    Attributes:
-        output_specs: the structure of each mode's output.
-        probed: the program that shows whether rows mix.
-        notes: what the user should know.
-    """
-
-    programs: dict[bool, Program]
-    output_specs: dict[bool, pytree.TreeSpec]
-    probed: Program
-    notes: list[str]
-
-
-def _exported(
-    model: nn.Module,
-    arguments: tuple[Any, ...],
-    keywords: dict[str, Any],
-    batched: Sequence[bool],
-    dims: Sequence[DimNames],
-    finer: bool,
-    evaluation: bool,
-) -> _Found:
-    units = Units(model, finer)
-    programs: dict[bool, Program] = {}
-    specs: dict[bool, pytree.TreeSpec] = {}
-    with _modes_kept(model), objects_left_out(model) as left_out:
-        # A model in training mode is taken as it is: parts of it may be in evaluation mode for good.
-        if not model.training:
-            model.train()
-        with savings_noted(model) as savings:
-            programs[True], specs[True] = _export(model, arguments, keywords, batched, dims, units)
-        if evaluation:
-            model.eval()
-            programs[False], specs[False] = _export(
-                model, arguments, keywords, batched, dims, units
-            )
-    return _Found(programs, specs, programs[True], [*left_out, *savings])
-
-
-def _taken_as_is(
-    model: nn.Sequential,
-    arguments: tuple[Any, ...],
-    batched: Sequence[bool],
-    evaluation: bool,
-    reason: str,
-) -> _Found:
-    if not model.training:
-        model.train()
-    both = programs_as_is(model, arguments, batched)
-    note = f"{AS_IS}, since {reason}"
-    kept = {mode: found for mode, found in both.items() if mode or evaluation}
-    programs = {mode: program for mode, (program, _) in kept.items()}
-    specs = {mode: spec for mode, (_, spec) in kept.items()}
-    # In evaluation mode neither dropout nor batch norm is in the way.
-    return _Found(programs, specs, both[False][0], [note])
+def _check_kinds(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    for key, value in [*enumerate(arguments), *keywords.items()]:
+        for leaf in pytree.tree_leaves(value):
+            if not isinstance(leaf, VALUES):
+                raise CaptureError(
+                    f"argument {json.dumps(key)} holds a {type(leaf).__name__}; pass tensors, numbers, "
+                    "text and None, alone or in tuples, lists and dicts"
+                )
 
 
 def _example_rows(flat: Sequence[Any]) -> int:
@@ -235,68 +166,6 @@ def _batched(
             has_rows = isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows
             found.append(has_rows and key not in shared)
     return found
-
-
-def _export(
-    model: nn.Module,
-    arguments: tuple[Any, ...],
-    keywords: dict[str, Any],
-    batched: Sequence[bool],
-    dims: Sequence[DimNames],
-    units: Units,
-) -> tuple[Program, pytree.TreeSpec]:
-    dim = Dim("batch", min=1, max=_MAX_BATCH)
-    spec = pytree.tree_structure((arguments, keywords))
-    dynamic = [
-        {**({0: dim} if b else {}), **{at: Dim.DYNAMIC for at, _ in named}} or None
-        for b, named in zip(batched, dims, strict=True)
-    ]
-    shapes = pytree.tree_unflatten(dynamic, spec)
-    random = torch.get_rng_state()
-    try:
-        with (
-            warnings.catch_warnings(),
-            own_backwards_refused(model),
-            export_output_kept() as printed,
-        ):
-            warnings.simplefilter("ignore")
-            exported = export(
-                model,
-                arguments,
-                keywords or None,
-                dynamic_shapes=_by_argument(model, shapes, keywords),
-                strict=False,
-            )
-            module = exported.module(check_guards=False)
-    except CaptureError:
-        raise
-    except Exception as error:
-        reason = export_failure(model, error, printed.getvalue())
-        raise CaptureError(length_refused(error, dims) or reason) from error
-    finally:
-        torch.set_rng_state(random)
-    normalise(module)
-    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    symbols = length_symbols(placeholders, dims) if any(dims) else {}
-    return Program(module, units, _batch_symbol(module), symbols), exported.call_spec.out_spec
-
-
-def _by_argument(model: nn.Module, shapes: Any, keywords: dict[str, Any]) -> Any:
-    positional, named = shapes
-    if not keywords:
-        return positional
-    return named
-
-
-def _batch_symbol(module: torch.fx.GraphModule) -> sympy.Symbol | None:
-    for node in module.graph.nodes:
-        value = node.meta.get("val")
-        if node.op == "placeholder" and isinstance(value, torch.Tensor) and value.dim():
-            size = value.shape[0]
-            if isinstance(size, torch.SymInt):
-                symbol: sympy.Symbol = size.node.expr
-                return symbol
-    return None
 
 
 def _align(programs: Sequence[Program]) -> list[str]:

@@ -361,7 +361,8 @@ def own_loss(output: Any) -> torch.Tensor:
 
 def _check_input(spec: InputSpec, value: Any) -> None:
     if spec.dtype is None:
-        if value != spec.constant:
+        # By type as well: a tensor that equals a number is no number, nor is True one.
+        if type(value) is not type(spec.constant) or value != spec.constant:
             raise InputError(
                 f"input {spec.name} was captured as {spec.constant!r} and is fixed; got {value!r}"
             )

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-_VALUES = (torch.Tensor, int, float, complex, bool, str, type(None))
+VALUES = (torch.Tensor, int, float, complex, bool, str, type(None))
+"""What may go into a model and come out of it."""
 
 
 @contextmanager
@@ -27,7 +28,7 @@ def objects_left_out(model: nn.Module) -> Iterator[list[str]]:
 
     def leave_out(module: nn.Module, arguments: Any, output: Any) -> Any:
         return pytree.tree_map(
-            lambda leaf: leaf if isinstance(leaf, _VALUES) else _note(found, output, leaf), output
+            lambda leaf: leaf if isinstance(leaf, VALUES) else _note(found, output, leaf), output
         )
 
     handle = model.register_forward_hook(leave_out)
