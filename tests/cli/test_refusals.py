@@ -224,7 +224,7 @@ def test_an_output_that_cannot_be_written_is_refused(where, profile_file, plan_f
     [
         (lambda p: p.update(format="dapple-profile"), "Input should be 'dapple-plan'"),
         (lambda p: p.update(micro_batch_size=3), "must be ceil(global_batch_size"),
-        (lambda p: p.update(virtual=2), "use virtual = 1"),
+        (lambda p: p.update(virtual=2), "give every device as many"),
         (lambda p: p.update(network_model="x"), "Input should be 'shared' or 'paper'"),
         (lambda p: p.update(schedule="x"), 'schedule "x" is unknown'),
         (lambda p: p["stages"].pop(), "the plan covers"),

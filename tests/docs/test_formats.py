@@ -17,6 +17,7 @@ from dapple.records.plan import Predicted, PredictedStage, StagePlan
 from dapple.records.profile import LayerProfile, TensorProfile, TiedGroup, TiedMember
 from dapple.records.text_profile import load_text_profile
 from dapple.records.timeline import Span
+from dapple.schedule import check_schedule, load_schedule
 from dapple.simulator import simulate
 from tests.docs.blocks import example, section
 
@@ -77,6 +78,15 @@ def test_the_text_profile_loads(tmp_path):
     profile = load_text_profile(path, 4)
     assert [layer.forward_seconds for layer in profile.layers] == [(0.0015,), (0.002,)]
     assert profile.tensors[0].bytes_per_sample == 2048 / 4
+
+
+def test_the_schedule_loads_and_ends(tmp_path):
+    """Split backwards on the first position, whole ones on the second."""
+    path = tmp_path / "own.csv"
+    path.write_text(example(FORMATS, "schedule"))
+    schedule = load_schedule(path)
+    check_schedule(schedule)
+    assert (schedule.num_positions, schedule.num_micro_batches) == (2, 2)
 
 
 def test_the_job_loads_and_shows_every_section(tmp_path):

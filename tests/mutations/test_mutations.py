@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from dapple.runtime import exchange, objectives, trainer
+from dapple.runtime import exchange, objectives, sums
 from dapple.runtime.batch import Objective
 from dapple.runtime.gradients import GradientBuffers
 from dapple.runtime.layout import Layout
@@ -83,23 +83,23 @@ def average_one_sum(number: int) -> Callable[[Patch], None]:
 
 def leave_out_the_tied_sum(patch: Patch) -> None:
     """Each holder of a tied weight sums over its own stage only."""
-    original = trainer.GradientBuffers
+    original = sums.GradientBuffers
 
     def without_ties(parameters: Any, stage_ranks: Any, tied_ranks: Any) -> GradientBuffers:
         return original(parameters, stage_ranks, dict.fromkeys(tied_ranks, stage_ranks))
 
-    patch.setattr(trainer, "GradientBuffers", without_ties)
+    patch.setattr(sums, "GradientBuffers", without_ties)
 
 
 def keep_the_last_micro_batch_only(patch: Patch) -> None:
     """Gradients of earlier micro-batches are forgotten."""
     original = StageRunner.backward
 
-    def forgetful(self: StageRunner, *arguments: Any) -> Any:
+    def forgetful(self: StageRunner, *arguments: Any, **named: Any) -> Any:
         for parameter in self.program.module.parameters():
             if parameter.grad is not None:
                 parameter.grad.zero_()
-        return original(self, *arguments)
+        return original(self, *arguments, **named)
 
     patch.setattr(StageRunner, "backward", forgetful)
 

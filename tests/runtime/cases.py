@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -36,6 +37,7 @@ class Run:
         split, policy: how the layers are cut and how deep stages warm up, see `make_plan`.
         shares: per stage the shares of its replicas in the rows; None: even.
         shard: what every stage's replicas share out.
+        virtual: stages per device.
     """
 
     model: str
@@ -49,6 +51,7 @@ class Run:
     policy: str = "A"
     shares: tuple[tuple[float, ...] | None, ...] = ()
     shard: Literal["none", "optimizer"] = "none"
+    virtual: int = 1
 
     @property
     def all_rows(self) -> tuple[int, ...]:
@@ -174,6 +177,7 @@ def make_plan(
     policy: str = "A",
     shares: Sequence[tuple[float, ...] | None] = (),
     shard: Literal["none", "optimizer"] = "none",
+    virtual: int = 1,
     **changes: Any,
 ) -> Plan:
     """A plan for stages with these replica counts.
@@ -184,25 +188,26 @@ def make_plan(
         policy: of warm-up, see `warmup_counts`.
         shares: of each stage's replicas in the rows; none: even.
         shard: what every stage's replicas share out.
+        virtual: stages per device; the devices' row is gone through so many times.
     """
     devices = sum(replicas)
-    stages, first = [], 0
-    warmup = warmup_counts(len(replicas), num_micro_batches, policy)
-    cuts = [round(i * graph.num_layers / len(replicas)) for i in range(len(replicas) + 1)]
+    starts = [0, *itertools.accumulate(replicas)]
+    count = virtual * len(replicas)
+    warmup = warmup_counts(count, num_micro_batches, policy)
+    cuts = [round(i * graph.num_layers / count) for i in range(count + 1)]
     if split == "early":
-        cuts = [0, *range(2, len(replicas) + 1), graph.num_layers]
-    for s, count in enumerate(replicas):
-        stages.append(
-            StagePlan(
-                start=cuts[s],
-                stop=cuts[s + 1],
-                devices=tuple(range(first, first + count)),
-                warmup=warmup[s],
-                rows=shares[s] if shares else None,
-                shard=shard,
-            )
+        cuts = [0, *range(2, count + 1), graph.num_layers]
+    stages = [
+        StagePlan(
+            start=cuts[s],
+            stop=cuts[s + 1],
+            devices=tuple(range(*starts[s % len(replicas) : s % len(replicas) + 2])),
+            warmup=warmup[s],
+            rows=shares[s % len(replicas)] if shares else None,
+            shard=shard,
         )
-        first += count
+        for s in range(count)
+    ]
     kind = DeviceKind(name="test", memory=2**30)
     machines = Machines(devices=devices, kind=kind, inside=Link(bandwidth=1e9))
     return Plan(
@@ -211,6 +216,7 @@ def make_plan(
         micro_batch_size=-(-rows // num_micro_batches),
         num_micro_batches=num_micro_batches,
         schedule=schedule,
+        virtual=virtual,
         stages=tuple(stages),
         cluster=Cluster(name="test", machines=(machines,)),
         **changes,
@@ -260,6 +266,7 @@ def make_trainer(graph: Any, run: Run, **trainer_arguments: Any) -> Trainer:
             run.policy,
             run.shares,
             run.shard,
+            run.virtual,
         ),
         OPTIMIZERS[run.optimizer],
         weight=EXAMPLES[run.model].weight,

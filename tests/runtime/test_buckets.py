@@ -38,10 +38,10 @@ def sums(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[tuple[Any, ...]]]:
 
     backward = step.TrainingStep._backward
 
-    def marked(self: step.TrainingStep, action: Any) -> None:
+    def marked(self: step.TrainingStep, action: Any, batch: Any) -> None:
         rank = self._layout.topology.rank
         noted[rank].append(("begin", action.micro_batch))
-        backward(self, action)
+        backward(self, action, batch)
         noted[rank].append(("end", action.micro_batch))
 
     monkeypatch.setattr(ThreadTransport, "sum", summed)

@@ -114,7 +114,7 @@ def test_a_norm_that_is_not_finite_is_an_error_where_asked_for(value: float) -> 
         before = {n: v.clone() for n, v in trainer.state_dict().items()}
         if trainer.rank == 0:
             # A gradient that becomes infinite on one rank only: stage 0's first parameter.
-            first = next(iter(trainer._program.module.parameters()))
+            first = next(iter(trainer.parts.trainable().values()))
             first.register_hook(lambda g: g * value)
         with pytest.raises(RunError, match=r"norm of order 2 is (nan|inf); .*error_if_nonfinite"):
             trainer.step(*example.batch(12, 0))
@@ -130,7 +130,7 @@ def test_a_norm_that_is_nan_spoils_all_gradients_as_in_torch() -> None:
 
     def work(trainer: Trainer) -> tuple[bool, bool]:
         if trainer.rank == 0:
-            next(iter(trainer._program.module.parameters())).register_hook(lambda g: g * math.nan)
+            next(iter(trainer.parts.trainable().values())).register_hook(lambda g: g * math.nan)
         norm = trainer.step(*example.batch(12, 0)).gradient_norm
         values = trainer.state_dict().values()
         return math.isnan(norm), all(bool(v.isnan().all()) for v in values)

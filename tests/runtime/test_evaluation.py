@@ -33,9 +33,10 @@ class Counting(nn.Module):
 
 def snapshot(trainer: Trainer) -> list[Tensor]:
     """All that a step leaves behind on a rank: weights, buffers, gradients, moments, random state."""
-    modules = (trainer._program.module, trainer._evaluation.module)
-    values = [v for m in modules for v in (*m.parameters(), *m.buffers())]
-    values += [p.grad for p in modules[0].parameters() if p.grad is not None]
+    values = list(trainer.parts.tensors())
+    for program in trainer.parts.evaluation.programs.values():
+        values += [*program.module.parameters(), *program.module.buffers()]
+    values += [p.grad for p in trainer.parts.trainable().values() if p.grad is not None]
     values += trainer._gradients.buffers()
     for state in trainer.optimizer.state.values():
         values += [v for v in state.values() if isinstance(v, Tensor)]

@@ -26,8 +26,8 @@ def sum_of_gradients(name: str, sizes: list[int]) -> dict[str, Tensor]:
 
 
 def gradients(trainer: Trainer) -> dict[str, Tensor]:
-    module = trainer._program.module
-    return {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+    parameters = trainer.parts.trainable()
+    return {n: p.grad.clone() for n, p in parameters.items() if p.grad is not None}
 
 
 @pytest.mark.parametrize("replicas", [(1,), (2, 1), (1, 2, 2)], ids=str)

@@ -88,6 +88,6 @@ def test_no_micro_batch_is_left_in_flight_after_a_step() -> None:
 
     def work(trainer: Trainer) -> tuple[int, dict[str, Tensor]]:
         trainer.step(*example.batch(12, 0))
-        return trainer._runner.in_flight, trainer.state_dict()
+        return sum(r.in_flight for r in trainer.runners.values()), trainer.state_dict()
 
     assert [left for left, _ in on_ranks(graph, plan, work)] == [0] * 5

@@ -155,7 +155,7 @@ def test_the_scheduler_waits_for_updates() -> None:
 
     def work(trainer: Trainer) -> list[float] | None:
         if trainer.rank == 3:
-            parameter = next(iter(trainer._program.module.parameters()))
+            parameter = next(iter(trainer.parts.trainable().values()))
             hook = parameter.register_hook(lambda g: g * torch.inf)
         trainer.step(*case.batch(6, 0))
         if trainer.rank == 3:

@@ -133,7 +133,12 @@ def test_what_crosses_a_cut_is_half_as_wide() -> None:
     for name, kind in wanted.items():
         graph = captured(name)
         plan = cases.make_plan(graph, (1, 1), ROWS, 2)
-        found = on_ranks(graph, plan, lambda t: t._program.reads, precision="bf16")[1]
+        found = on_ranks(
+            graph,
+            plan,
+            lambda t: t.parts.training.programs[t.topology.stage].reads,
+            precision="bf16",
+        )[1]
         assert {t.dtype for t in found if t.needs_grad} == {kind}
 
 
@@ -224,7 +229,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(value: float) -> None:
         skipped = []
         if planted:
             before = {n: v.clone() for n, v in trainer.state_dict().items()}
-            first = next(iter(trainer._program.module.parameters()))
+            first = next(iter(trainer.parts.trainable().values()))
             hook = first.register_hook(lambda g: g * value) if trainer.rank == 1 else None
             skipped.append(trainer.step(*batch_of("gpt", 0)).skipped)
             if hook is not None:

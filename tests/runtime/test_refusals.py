@@ -34,7 +34,10 @@ def test_a_world_size_that_is_not_the_plans() -> None:
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        (plan_for((1, 1), virtual=2), "virtual stages"),
+        (
+            with_stage(plan_for((1, 1), virtual=2, schedule="interleaved"), shard="optimizer"),
+            "a sharded optimizer with virtual stages",
+        ),
         (plan_for((1, 1), simulate_only=("half a device",)), "half a device"),
     ],
     ids=["virtual", "named"],

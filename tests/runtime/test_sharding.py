@@ -38,7 +38,7 @@ def test_each_state_is_kept_once(replicas: tuple[int, ...]) -> None:
 
     def work(trainer: Trainer) -> tuple[int, set[str], set[str]]:
         trainer.step(*example.batch(12, 0))
-        names = {id(p): n for n, p in trainer._program.module.named_parameters()}
+        names = {id(p): n for n, p in trainer.parts.trainable().items()}
         assert trainer.optimizer is not None
         return trainer.topology.stage, set(names.values()), {names[id(p)] for p in trainer.optimizer.state}  # fmt: skip
 

@@ -203,9 +203,9 @@ def compute_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("forward", "backward"):
         original = getattr(StageRunner, name)
 
-        def alone(*arguments: Any, original: Any = original) -> Any:
+        def alone(*arguments: Any, original: Any = original, **named: Any) -> Any:
             with turn:
-                return original(*arguments)
+                return original(*arguments, **named)
 
         monkeypatch.setattr(StageRunner, name, alone)
 

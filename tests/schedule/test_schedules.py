@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapple.errors import ScheduleError
+from dapple.errors import FileError, ScheduleError
 from dapple.schedule import (
     SCHEDULES,
     Action,
@@ -16,9 +17,14 @@ from dapple.schedule import (
     check_schedule,
     early_backward,
     gpipe,
+    interleaved,
+    load_schedule,
     make_schedule,
+    save_schedule,
     warmup_counts,
+    zero_bubble,
 )
+from dapple.schedule.messages import Link, Room
 
 
 def schedule_of(*rows: str, micro_batches: int) -> Schedule:
@@ -65,6 +71,169 @@ def test_named_schedules_pair_up_end_and_keep_their_bounds(case: tuple[int, tupl
     check_schedule(early, [min(k, micro_batches) for k in warmup])
     assert early.in_flight() == tuple(min(k, micro_batches) for k in warmup)
     check_schedule(make_schedule("gpipe", micro_batches, warmup), [micro_batches] * len(warmup))
+
+
+def test_interleaved_passes_groups_of_micro_batches_through_the_stages_of_a_position():
+    """Two positions with two stages each, two micro-batches."""
+    assert str(interleaved(2, 2, 2)) == (
+        "0F0,0F1,2F0,2F1,2B0,2B1,0B0,0B1\n1F0,1F1,3F0,3B0,3F1,3B1,1B0,1B1"
+    )
+
+
+def test_interleaved_of_a_single_stage_each_is_early_backward_under_policy_b():
+    """2 (S - p) - 1 forwards ahead."""
+    deep = early_backward(6, warmup_counts(3, 6, "B"))
+    assert interleaved(6, 3, 1).actions == deep.actions
+
+
+def test_zero_bubble_is_typeset_like_its_docstring():
+    """Weight gradients of stage 1 run one micro-batch behind."""
+    assert str(zero_bubble(3, (2, 1))) == (
+        "0F0,0F1,0I0,0W0,0F2,0I1,0W1,0I2,0W2\n1F0,1I0,1F1,1I1,1W0,1F2,1I2,1W1,1W2"
+    )
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 11))
+def test_virtual_stages_end_for_any_number_of_micro_batches(
+    positions: int, virtual: int, micro_batches: int
+):
+    """Interleaved and GPipe, also where the positions do not divide the micro-batches."""
+    for name in ("interleaved", "gpipe"):
+        made = make_schedule(name, micro_batches, [1] * positions * virtual, virtual)
+        check_schedule(made)
+        assert made.stages == tuple(
+            tuple(range(p, positions * virtual, positions)) for p in range(positions)
+        )
+
+
+@given(pipelines)
+def test_zero_bubble_ends_and_no_stage_holds_more_than_early_backwards_first(
+    case: tuple[int, tuple[int, ...]],
+):
+    """Weight gradients wait, but never so long that memory grows beyond K_0."""
+    micro_batches, warmup = case
+    first = min(warmup[0], micro_batches)
+    check_schedule(zero_bubble(micro_batches, warmup), [first] * len(warmup))
+
+
+def test_only_schedules_made_for_them_take_virtual_stages():
+    """Fact, value, remedy."""
+    for name in ("early-backward", "zero-bubble"):
+        with pytest.raises(ScheduleError, match=r"the plan has 2; use interleaved or gpipe"):
+            make_schedule(name, 4, (1, 1, 1, 1), 2)
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 5))
+def test_schedules_survive_a_file(positions: int, virtual: int, micro_batches: int):
+    """Written and read again, the actions are the same; pauses are left out."""
+    made = interleaved(micro_batches, positions, virtual)
+    text = str(made).replace(",", ",,") + "\n\n"
+    for schedule, body in ((made, text), (zero_bubble(micro_batches, (2, 1)), None)):
+        path = Path(__file__).with_name(f"{positions}-{virtual}-{micro_batches}.csv")
+        try:
+            save_schedule(schedule, path)
+            if body is not None:
+                path.write_text(body)
+            assert load_schedule(path).actions == schedule.actions
+            assert load_schedule(path).num_micro_batches == micro_batches
+        finally:
+            path.unlink()
+
+
+def test_pytorch_reads_our_cells_and_we_read_its_own():
+    """The notation of `torch.distributed.pipelining`, in both directions."""
+    theirs = pytest.importorskip("torch.distributed.pipelining.schedules")._Action
+    for schedule in (interleaved(3, 2, 2), zero_bubble(3, (2, 1))):
+        for action in (action for row in schedule.actions for action in row):
+            parsed = theirs.from_str(str(action))
+            assert Action.parse(repr(parsed)) == action
+            assert (parsed.stage_index, parsed.microbatch_index) == (
+                action.stage,
+                action.micro_batch,
+            )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0,0B0\n1F0,1SEND_F0,1B0\n", 'row 2, column 2: "1SEND_F0" is no action'),
+        ("\n0F0,,(0F1;0B0)OVERLAP_F_B\n", 'row 2, column 3: "(0F1;0B0)OVERLAP_F_B"'),
+        (",,\n", "has no actions; write one row per rank"),
+    ],
+)
+def test_a_cell_that_is_no_computation_is_refused_by_row_and_column(
+    text: str, message: str, tmp_path: Path
+):
+    """Communication and overlapped actions follow from the plan, or are not run here."""
+    (tmp_path / "own.csv").write_text(text)
+    with pytest.raises(ScheduleError, match=re.escape(message)):
+        load_schedule(tmp_path / "own.csv")
+    with pytest.raises(FileError, match="does not exist"):
+        load_schedule(tmp_path / "other.csv")
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (("0F0 0B0", "0F0 0B0"), "stage 0 has actions in rows 0 and 1"),
+        (("0F0 0B0", "2F0 2B0"), "no row has actions of stage 1"),
+        (("0F0 0I0", "1F0 1B0"), "misses 0W0"),
+        (("0F0 0B0 0W0", "1F0 1B0"), "has no use for 0B0"),
+        (("0F0 0W0 0I0", "1F0 1B0"), "waits at 0W0 for 0I0"),
+        (("0F0 2B0 2F0 0B0", "1F0 1B0"), "waits at 2B0 for 2F0"),
+    ],
+)
+def test_faults_of_split_and_virtual_stages_are_named(rows: tuple[str, ...], message: str):
+    """A stage in two rows, a gap, half a backward, weights before inputs, backward first."""
+    with pytest.raises(ScheduleError, match=re.escape(message)):
+        check_schedule(schedule_of(*rows, micro_batches=1))
+
+
+def test_a_message_stuck_behind_another_one_gets_room():
+    """First in, first out: gradients of stage 3 stand behind activations that find no room.
+
+    Stage 2 holds one micro-batch and receives one ahead, so that 1F2 would wait until 2B0 has run,
+    for which 3B0 comes too late.
+    """
+    rows = (
+        "0F0 0F1 0F2 2F0 2B0 2F1 2B1 2F2 2B2 0B0 0B1 0B2",
+        "1F0 1F1 1F2 3F0 3B0 3F1 3B1 3F2 3B2 1B0 1B1 1B2",
+    )
+    schedule = schedule_of(*rows, micro_batches=3)
+    assert schedule.in_flight() == (3, 3, 1, 1)
+    assert check_schedule(schedule) == Room((3, 3, 2, 1), (2, 2, 2, 2))
+
+
+@given(pipelines)
+def test_one_stage_per_device_needs_no_room_beyond_rules_4_and_5(
+    case: tuple[int, tuple[int, ...]],
+):
+    """K_i and one ahead, and two gradients, also with skips from every stage to every later one."""
+    micro_batches, warmup = case
+    skips = [Link(a, b) for b in range(len(warmup)) for a in range(b)]
+    for name in ("early-backward", "gpipe", "zero-bubble"):
+        made = make_schedule(name, micro_batches, warmup)
+        assert check_schedule(made, links=skips) == Room.of(made.in_flight())
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 9))
+def test_interleaved_ends_with_skips_between_all_stages(
+    positions: int, virtual: int, micro_batches: int
+):
+    """Whatever crosses, the order of messages is no deadlock."""
+    stages = range(positions * virtual)
+    skips = [Link(a, b, (a + b) % 3 > 0) for b in stages for a in range(b)]
+    check_schedule(interleaved(micro_batches, positions, virtual), links=skips)
+
+
+def test_only_stages_that_exchange_tensors_wait_for_each_other():
+    """The same deadlock as above, and none where nothing passes between the stages."""
+    stuck = schedule_of("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1", micro_batches=2)
+    with pytest.raises(ScheduleError, match="deadlock"):
+        check_schedule(stuck, links=[Link(0, 1)])
+    check_schedule(stuck, links=[])
 
 
 @given(pipelines)

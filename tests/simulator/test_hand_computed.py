@@ -273,14 +273,12 @@ def test_warm_up_that_increases_along_the_pipeline_is_refused_as_a_deadlock():
 
 
 def test_plans_that_do_not_fit_profile_or_cluster_are_refused():
-    """Another number of layers, too few devices, virtual stages."""
+    """Another number of layers, too few devices."""
     made = plan([1, 1], 4, 4, cluster(2))
     with pytest.raises(PlanError, match="covers 2 layers but the profile has 3"):
         simulate(made, chain([1] * 3, [1] * 3))
     with pytest.raises(PlanError, match="uses device 1 but the cluster has 1"):
         simulate(made, chain([1, 1], [1, 1]), cluster=cluster(1))
-    with pytest.raises(PlanError, match="virtual"):
-        simulate(made.model_copy(update={"virtual": 2}), chain([1, 1], [1, 1]))
 
 
 def test_predicted_figures_agree_with_the_timeline():

@@ -16,7 +16,16 @@ def simulate(
     cluster: Annotated[
         str | None, typer.Option(help="Another cluster than the plan's own.")
     ] = None,
-    schedule: Annotated[str | None, typer.Option(help="Another schedule than the plan's.")] = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            help="Another schedule than the plan's: early-backward, gpipe, interleaved, "
+            "zero-bubble, or a CSV file of your own."
+        ),
+    ] = None,
+    export_schedule: Annotated[
+        Path | None, typer.Option(help="Write the schedule as PyTorch's CSV.")
+    ] = None,
     network_model: Annotated[str | None, typer.Option(help="shared or paper.")] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Write a trace that opens in Perfetto.")
@@ -32,11 +41,13 @@ def simulate(
     """
     from dapple.records import Plan, load_record
     from dapple.reporting import chrome_trace, pipeline_drawing, plan_table
-    from dapple.simulator import predict
+    from dapple.schedule import save_schedule
+    from dapple.simulator import predict, schedule_of
     from dapple.simulator import simulate as run
 
-    if trace is not None:
-        common.check_output(trace)
+    for path in (trace, export_schedule):
+        if path is not None:
+            common.check_output(path)
     found = load_record(Plan, plan)
     common.check_rows(found.global_batch_size, f"{plan}: global batch size")
     costs = common.read_profile(profile, profile_batch_size)
@@ -44,6 +55,9 @@ def simulate(
     timeline = run(found, costs, schedule=schedule, cluster=machines, network_model=network_model)
     if trace is not None:
         common.write_json(trace, chrome_trace(timeline))
+    if export_schedule is not None:
+        made = schedule_of(found, costs, schedule=schedule, cluster=machines)
+        save_schedule(made, export_schedule)
     if as_json:
         common.print_json(timeline.model_dump(mode="json", exclude_none=True))
         return
@@ -55,3 +69,5 @@ def simulate(
     console.print(pipeline_drawing(timeline, width=console.width))
     if trace is not None:
         console.print(f"trace written to {trace}; open it in Perfetto")
+    if export_schedule is not None:
+        console.print(f"schedule written to {export_schedule}")

@@ -126,7 +126,7 @@ def _bytes_between_ranges(model: CostModel, stage: StagePlan, rows: int) -> floa
 def _received_bytes(
     model: CostModel, stages: Sequence[StagePlan], number: int, split: tuple[int, ...], replica: int
 ) -> tuple[float, float]:
-    here = (stages[number].start, stages[number].stop)
+    here, devices = (stages[number].start, stages[number].stop), stages[number].devices
     inputs = gradients = 0.0
     for other, stage in enumerate(stages):
         if other == number:
@@ -138,7 +138,8 @@ def _received_bytes(
         senders = split_rows(sum(split), stage.replicas, stage.rows)
         for rows in _message_rows(senders, split)[replica]:
             if other < number:
-                inputs += crossing.forward_bytes(rows)
+                # From a stage of the same devices it is the producer's own tensor.
+                inputs += crossing.forward_bytes(rows) if stage.devices != devices else 0.0
             else:
                 gradients += crossing.backward_bytes(rows)
     return inputs, gradients

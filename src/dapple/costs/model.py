@@ -104,6 +104,19 @@ class CostModel:
             self._layer_seconds[rows] = found
         return found
 
+    def weight_seconds(self, start: int, stop: int, rows: float) -> float:
+        """The part of the layers' backward seconds that computes gradients of weights, at speed 1.
+
+        Half of a layer's backward where the profile does not say.
+        """
+        sizes, backward = self.profile.batch_sizes, self.layer_seconds(rows)[1]
+        return sum(
+            backward[n] / 2
+            if layer.weight_seconds is None
+            else seconds_at(sizes, layer.weight_seconds, rows)
+            for n, layer in enumerate(self.profile.layers[start:stop], start)
+        )
+
     def recompute_seconds(self, stage: StagePlan, rows: float) -> float:
         """Seconds at speed 1 that a stage's backward spends on running forwards again."""
         ranges = recomputed_ranges(stage, len(self.profile.layers))

@@ -13,6 +13,7 @@ from dapple.costs.rows import overlaps, split_rows
 from dapple.costs.shards import update_seconds
 from dapple.errors import PlanError
 from dapple.records import StagePlan
+from dapple.schedule import Link
 
 
 class Channel(NamedTuple):
@@ -68,6 +69,8 @@ class PipelineCosts:
         rows: per unit its rows.
         forward, backward: per unit its seconds; backward includes recompute.
         recompute: per unit the seconds of backward that run forwards again.
+        weights: per unit the seconds of backward that compute gradients of weights.
+        links: which stages exchange tensors.
         channels: who sends what to whom.
         sums: the AllReduces.
         optimizer: per unit the seconds of its update.
@@ -88,6 +91,8 @@ class PipelineCosts:
     forward: tuple[tuple[float, ...], ...]
     backward: tuple[tuple[float, ...], ...]
     recompute: tuple[tuple[float, ...], ...]
+    weights: tuple[tuple[float, ...], ...]
+    links: tuple[Link, ...]
     channels: tuple[Channel, ...]
     sums: tuple[GradientSum, ...]
     optimizer: tuple[float, ...]
@@ -103,6 +108,14 @@ class PipelineCosts:
     def num_stages(self) -> int:
         """Number of stages."""
         return len(self.units_of)
+
+    @property
+    def positions(self) -> tuple[tuple[int, ...], ...]:
+        """The stages that share devices, in the order of their first ones."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for stage, units in enumerate(self.units_of):
+            found.setdefault(tuple(self.device_of[u] for u in units), []).append(stage)
+        return tuple(map(tuple, found.values()))
 
     def size_of(self, micro_batch: int) -> int:
         """Index into `sizes` of a micro-batch."""
@@ -151,6 +164,15 @@ def pipeline_costs(
         forward=forward,
         backward=backward,
         recompute=again,
+        weights=tuple(
+            tuple(
+                model.weight_seconds(stages[s].start, stages[s].stop, split[r])
+                / model.speeds[device]
+                for split in splits[s]
+            )
+            for (s, r), device in zip(units, device_of, strict=True)
+        ),
+        links=_links(model, stages),
         channels=channels,
         sums=sums,
         optimizer=tuple(s for stage in stages for s in update_seconds(model, stage)),
@@ -222,8 +244,8 @@ def _channels(
         crossing = model.crossing(
             (stages[a].start, stages[a].stop), (stages[b].start, stages[b].stop)
         )
-        if crossing is None:
-            continue
+        if crossing is None or stages[a].devices == stages[b].devices:
+            continue  # nothing, or handed over in memory
         rows: dict[tuple[int, int], list[int]] = {}
         for index, (senders, receivers) in enumerate(zip(splits[a], splits[b], strict=True)):
             for sender, receiver, count in overlaps(senders, receivers):
@@ -240,6 +262,16 @@ def _channels(
                 )
             )
     return tuple(channels)
+
+
+def _links(model: CostModel, stages: Sequence[StagePlan]) -> tuple[Link, ...]:
+    ranges = [(stage.start, stage.stop) for stage in stages]
+    found = []
+    for a, b in itertools.combinations(range(len(stages)), 2):
+        crossing = model.crossing(ranges[a], ranges[b])
+        if crossing is not None:
+            found.append(Link(a, b, crossing.needs_grad))
+    return tuple(found)
 
 
 def _message_bytes(
@@ -273,6 +305,6 @@ def _gradient_sums(
             if any(stage.start <= n < stage.stop for n in layers)
         )
         if len(holders) > 1 and group.parameter_bytes > 0:
-            devices = sorted(device for s in holders for device in stages[s].devices)
+            devices = sorted({device for s in holders for device in stages[s].devices})
             sums.append(GradientSum(holders, group.parameter_bytes, model.network.ring(devices)))
     return tuple(sums)

@@ -180,6 +180,7 @@ def _merged(costs: PipelineCosts, colours: _Colours) -> PipelineCosts:
         replica_of=_picked(costs.replica_of, firsts),
         device_of=_picked(costs.device_of, firsts),
         rows=_picked(costs.rows, firsts),
+        weights=_picked(costs.weights, firsts),
         forward=_picked(costs.forward, firsts),
         backward=_picked(costs.backward, firsts),
         recompute=_picked(costs.recompute, firsts),

@@ -119,7 +119,7 @@ class Problem:
             _check_known("warm-up policy", warmup, ("A", "B", "tuned"))
         _check_batch(global_batch_size, micro_batch_size)
         _check_known("optimizer", optimizer, OPTIMIZER_STATE)
-        _check_known("schedule", schedule, SCHEDULES)
+        _check_known("schedule", schedule, SCHEDULES[:2])
         self.profile = profile
         self.cluster = cluster
         self.global_batch_size = global_batch_size

@@ -81,6 +81,8 @@ class Plan(Record):
     """How to train a model on a cluster. See docs/formats.md.
 
     Attributes:
+        schedule: a name from `dapple.schedule.SCHEDULES`, or the path of a CSV file.
+        virtual: stages per device. Stages that share devices share all of them.
         micro_batch_size: rows of the largest micro-batch before the replica split,
             ceil(global_batch_size / num_micro_batches).
         num_micro_batches: M, into which the global batch is cut (sizes differ by at most one).
@@ -114,7 +116,6 @@ class Plan(Record):
     @model_validator(mode="after")
     def _consistent(self) -> Plan:
         position = 0
-        seen: set[int] = set()
         for number, stage in enumerate(self.stages):
             if stage.start != position or stage.stop <= stage.start:
                 raise ValueError(
@@ -122,15 +123,12 @@ class Plan(Record):
                     f"adjacent and not empty, so it has to start at {position}"
                 )
             position = stage.stop
-            twice = seen.intersection(stage.devices)
-            if twice or len(set(stage.devices)) != len(stage.devices):
-                raise ValueError(f"stage {number} uses devices {sorted(stage.devices)} twice")
-            seen.update(stage.devices)
             if stage.rows is not None and len(stage.rows) != stage.replicas:
                 raise ValueError(
                     f"stage {number}: rows has {len(stage.rows)} shares, not {stage.replicas}"
                 )
-        outside = [device for device in seen if device >= self.cluster.num_devices]
+        self._check_devices()
+        outside = [device for device in self.rank_of_device() if device >= self.cluster.num_devices]
         if outside:
             raise ValueError(
                 f"devices {sorted(outside)} are not in the cluster, which has {self.cluster.num_devices}"
@@ -143,22 +141,58 @@ class Plan(Record):
             )
         return self
 
+    def _check_devices(self) -> None:
+        seen: set[int] = set()
+        for stages in self.positions:
+            number = stages[0]
+            devices = self.stages[number].devices
+            if seen.intersection(devices) or len(set(devices)) != len(devices):
+                raise ValueError(f"stage {number} uses devices {sorted(devices)} twice")
+            seen.update(devices)
+            if self.virtual == 1 and len(stages) > 1:
+                raise ValueError(
+                    f"stage {stages[1]} uses devices {sorted(devices)} twice: stage {number} has "
+                    "them too, and virtual is 1"
+                )
+            if len(stages) != self.virtual:
+                raise ValueError(
+                    f"virtual is {self.virtual}, but devices {sorted(devices)} have stages "
+                    f"{list(stages)}; give every device as many"
+                )
+            if len({self.stages[s].rows for s in stages}) > 1:
+                raise ValueError(
+                    f"stages {list(stages)} share devices and must split rows alike: give all the "
+                    "same `rows`"
+                )
+
     @property
     def num_stages(self) -> int:
-        """Number of pipeline stages."""
+        """Number of pipeline stages, virtual ones counted each."""
         return len(self.stages)
 
     @property
     def num_devices(self) -> int:
         """Number of devices that the plan uses; the world size of its run."""
-        return sum(stage.replicas for stage in self.stages)
+        return len(self.rank_of_device())
 
     @property
     def num_layers(self) -> int:
         """Number of layers that the plan covers."""
         return self.stages[-1].stop
 
+    @property
+    def positions(self) -> tuple[tuple[int, ...], ...]:
+        """The stages that share devices, in the order of their first ones.
+
+        Virtual stages i and i + S share them in an interleaved plan; without virtual stages each
+        position has one.
+        """
+        found: dict[tuple[int, ...], list[int]] = {}
+        for number, stage in enumerate(self.stages):
+            found.setdefault(stage.devices, []).append(number)
+        return tuple(map(tuple, found.values()))
+
     def rank_of_device(self) -> dict[int, int]:
         """Ranks are the used devices in ascending order."""
-        used = sorted(device for stage in self.stages for device in stage.devices)
+        used = sorted({device for stage in self.stages for device in stage.devices})
         return {device: rank for rank, device in enumerate(used)}

@@ -14,6 +14,15 @@ Seconds = Annotated[float, Field(ge=0, le=1e9)]
 Bytes = Annotated[int, Field(ge=0, le=2**60)]
 
 
+_PER_BATCH_SIZE = (
+    "forward_seconds",
+    "backward_seconds",
+    "weight_seconds",
+    "saved_bytes",
+    "workspace_bytes",
+)
+
+
 class LayerProfile(Record):
     """One layer. Lists run over the profile's `batch_sizes`.
 
@@ -26,6 +35,8 @@ class LayerProfile(Record):
             its producer. None: not measured, memory is unchecked.
         workspace_bytes: most bytes alive for a moment inside the layer beyond saved, parameters
             and gradients. None: not measured.
+        weight_seconds: the part of `backward_seconds` that computes gradients of weights, which a
+            split backward can do later. None: not measured, half of it.
         optimizer_seconds: time of one optimizer update of the layer's parameters, s.
         parameter_sizes: bytes of each of its parameters, which add up to `parameter_bytes`. None:
             not known.
@@ -37,6 +48,7 @@ class LayerProfile(Record):
     parameter_bytes: Bytes = 0
     saved_bytes: tuple[Bytes, ...] | None = None
     workspace_bytes: tuple[Bytes, ...] | None = None
+    weight_seconds: tuple[Seconds, ...] | None = None
     optimizer_seconds: Seconds = 0.0
     parameter_sizes: tuple[Bytes, ...] | None = None
 
@@ -109,13 +121,21 @@ class ModelProfile(Record):
         if any(b <= a for a, b in itertools.pairwise(sizes)):
             raise ValueError(f"batch_sizes {list(sizes)} must ascend")
         for number, layer in enumerate(self.layers):
-            for field in ("forward_seconds", "backward_seconds", "saved_bytes", "workspace_bytes"):
+            for field in _PER_BATCH_SIZE:
                 values = getattr(layer, field)
                 if values is not None and len(values) != len(sizes):
                     raise ValueError(
                         f"layer {number} ({layer.name}): {field} has {len(values)} values "
                         f"for {len(sizes)} batch sizes"
                     )
+            if any(
+                w > b
+                for w, b in zip(layer.weight_seconds or (), layer.backward_seconds, strict=False)
+            ):
+                raise ValueError(
+                    f"layer {number} ({layer.name}): weight_seconds is a part of backward_seconds "
+                    "and can't be larger"
+                )
             if layer.parameter_sizes is not None:
                 total = sum(layer.parameter_sizes)
                 if total != layer.parameter_bytes:

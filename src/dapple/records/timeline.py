@@ -9,8 +9,25 @@ from pydantic import Field
 from dapple.records.base import Record
 
 SpanKind = Literal[
-    "forward", "backward", "recompute", "send", "receive", "allreduce", "optimizer", "idle"
+    "forward",
+    "backward",
+    "input",
+    "weight",
+    "recompute",
+    "send",
+    "receive",
+    "allreduce",
+    "optimizer",
+    "idle",
 ]
+COMPUTING: tuple[SpanKind, ...] = (
+    "forward",
+    "backward",
+    "input",
+    "weight",
+    "recompute",
+)
+"""Kinds that keep a device busy."""
 
 
 class Span(Record):
@@ -46,9 +63,8 @@ class Timeline(Record):
     in_flight: tuple[int, ...] = Field(default=())
 
     def busy_seconds(self, rank: int) -> float:
-        """Seconds that a rank computes: forward, backward and recompute."""
-        kinds = ("forward", "backward", "recompute")
-        return sum(s.end - s.start for s in self.spans if s.rank == rank and s.kind in kinds)
+        """Seconds that a rank computes: forwards, backwards in whole or halves, and recompute."""
+        return sum(s.end - s.start for s in self.spans if s.rank == rank and s.kind in COMPUTING)
 
     @property
     def bubble_fraction(self) -> float:

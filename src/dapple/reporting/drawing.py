@@ -10,6 +10,7 @@ it can be read without colour and copied into a mail. A block too short for both
 from __future__ import annotations
 
 import itertools
+import string
 from collections.abc import Iterator, Sequence
 
 from rich.text import Text
@@ -18,13 +19,27 @@ from dapple.errors import InputError
 from dapple.records import Span, Timeline
 from dapple.units import format_seconds
 
-_SIGNS = {"forward": ">", "backward": "<", "recompute": "~", "allreduce": "=", "optimizer": "#"}
-_NAMES = {"allreduce": "AllReduce"}
+_SIGNS = {
+    "forward": ">",
+    "backward": "<",
+    "input": "<",
+    "weight": "w",
+    "recompute": "~",
+    "allreduce": "=",
+    "optimizer": "#",
+}
+_NAMES = {
+    "allreduce": "AllReduce",
+    "input": "gradients of inputs",
+    "weight": "of weights",
+}
 _IDLE = "."
 # Two shades in turn tell neighbouring micro-batches apart.
 _STYLES = {
     "forward": ("white on blue", "white on dodger_blue3"),
     "backward": ("black on green", "black on green3"),
+    "input": ("black on green", "black on green3"),
+    "weight": ("black on cyan", "black on cyan3"),
     "recompute": ("black on yellow", "black on yellow3"),
     "allreduce": ("white on magenta",),
     "optimizer": ("white on red",),
@@ -57,8 +72,9 @@ def pipeline_drawing(timeline: Timeline, width: int = 100) -> Text:
     text = Text(no_wrap=True)
     for rank, spans in rows.items():
         text.append(labels[rank].ljust(margin))
+        letters = _letters(spans)
         for block, length in _blocks(spans, columns, step / columns):
-            text.append(*_block_text(block, length))
+            text.append(*_block_text(block, length, letters))
         text.append("\n")
     text.append(_axis(step, columns, margin) + "\n")
     text.append(_legend(timeline, rows, step / columns))
@@ -78,7 +94,18 @@ def _rows(timeline: Timeline) -> dict[int, list[Span]]:
 
 def _label(rank: int, spans: Sequence[Span]) -> str:
     replica = f".{spans[0].replica}" if spans[0].replica else ""
-    return f"rank {rank:2} stage {spans[0].stage}{replica}"
+    stages = sorted({span.stage for span in spans})
+    if len(stages) > 1:
+        return f"rank {rank:2} stages {','.join(map(str, stages))}{replica}"
+    return f"rank {rank:2} stage {stages[0]}{replica}"
+
+
+def _letters(spans: Sequence[Span]) -> dict[int, str]:
+    """What marks each stage of a rank; nothing if it is the only one."""
+    stages = sorted({span.stage for span in spans})
+    if len(stages) == 1:
+        return {stages[0]: ""}
+    return {stage: string.ascii_lowercase[n % 26] for n, stage in enumerate(stages)}
 
 
 def _blocks(
@@ -107,10 +134,10 @@ def _columns(spans: Sequence[Span], columns: int, seconds: float) -> list[Span |
     return [b if time >= seconds / 2 else None for b, time in zip(best, busy, strict=True)]
 
 
-def _block_text(span: Span | None, length: int) -> tuple[str, str]:
+def _block_text(span: Span | None, length: int, letters: dict[int, str]) -> tuple[str, str]:
     if span is None:
         return _IDLE * length, "dim"
-    name = "" if span.micro_batch is None else str(span.micro_batch)
+    name = "" if span.micro_batch is None else f"{span.micro_batch}{letters[span.stage]}"
     sign = _SIGNS[span.kind]
     # Without a sign behind it, a number could be a forward's or a backward's.
     text = name + sign * (length - len(name)) if len(name) < length else sign * length
@@ -131,8 +158,16 @@ def _axis(step: float, columns: int, margin: int) -> str:
 
 def _legend(timeline: Timeline, rows: dict[int, list[Span]], column_seconds: float) -> str:
     used = {span.kind for spans in rows.values() for span in spans}
+    if any(len(_letters(spans)) > 1 for spans in rows.values()):
+        used_letters = "a, b, .. stages of a rank"
+    else:
+        used_letters = ""
     signs = [f"{sign} {_NAMES.get(k, k)}" for k, sign in _SIGNS.items() if k in used]
     step = f"{timeline.source} step {format_seconds(timeline.step_seconds)}"
     bubble = f"bubble {100 * timeline.bubble_fraction:.1f} %"
     column = f"one column {format_seconds(column_seconds)}"
-    return ", ".join([*signs, f"{_IDLE} idle"]) + "\n" + "; ".join([step, bubble, column])
+    return (
+        ", ".join([*signs, f"{_IDLE} idle", *([used_letters] if used_letters else [])])
+        + "\n"
+        + "; ".join([step, bubble, column])
+    )

@@ -26,15 +26,19 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
 
 
 def _names(timeline: Timeline) -> list[dict[str, Any]]:
-    stages = {span.rank: (span.stage, span.replica) for span in timeline.spans}
+    stages: dict[int, set[int]] = {}
+    replicas: dict[int, int] = {}
+    for span in timeline.spans:
+        stages.setdefault(span.rank, set()).add(span.stage)
+        replicas[span.rank] = span.replica
     ranks = sorted({*stages, *range(len(timeline.machine_of_rank))})
     events = [
         _metadata("process_name", machine, 0, f"machine {machine}")
         for machine in sorted({_machine(timeline, rank) for rank in ranks})
     ]
     for rank in ranks:
-        stage, replica = stages.get(rank, ("-", "-"))
-        name = f"rank {rank} (stage {stage}, replica {replica})"
+        stage = ", ".join(map(str, sorted(stages.get(rank, ())))) or "-"
+        name = f"rank {rank} (stage {stage}, replica {replicas.get(rank, '-')})"
         events.append(_metadata("thread_name", _machine(timeline, rank), rank, name))
     return events
 

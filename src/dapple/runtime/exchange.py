@@ -2,7 +2,7 @@
 
 Memory is bounded by the micro-batches in flight, whatever their number in a step: activations are
 received at most K_i + 1 micro-batches ahead of their backward, gradients at most 2
-(docs/semantics.md, rules 4 and 5). A sent activation is waited for when the backward of its
+(docs/semantics.md, rules 4 and 5). Between two stages of one rank tensors are handed over. A sent activation is waited for when the backward of its
 micro-batch is done, because its reader must have had it by then; so a stage never waits for a later
 stage to make room, only gradient sends wait for an earlier one, and no circle can arise.
 """
@@ -10,38 +10,44 @@ stage to make room, only gradient sends wait for an earlier one, and no circle c
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 
 from dapple.graph import BoundaryTensor
 from dapple.runtime.layout import Layout, Piece
 from dapple.runtime.topology import Topology
-from dapple.runtime.transport import Pending, Transport
+from dapple.runtime.transport import Done, Pending, Transport
+from dapple.schedule import Message
 
 _Sends = list[tuple[Pending, torch.Tensor]]
 
 
 class Boundaries:
-    """Which boundary tensors this rank's stage reads and makes, and with which stages.
+    """Which boundary tensors a stage of this rank reads and makes, and with which stages.
 
     Attributes:
+        stage: the stage.
         reads: (tensor, its producer's stage).
         makes: (tensor, its consumers' stages, ascending).
+        producers, consumers: the stages of all reads, of all makes, ascending.
     """
 
     def __init__(
         self,
         topology: Topology,
+        stage: int,
         reads: Iterable[BoundaryTensor],
         makes: Iterable[BoundaryTensor],
     ) -> None:
         stage_of = topology.stage_of_layer
+        self.stage = stage
         self.reads = [(t, stage_of(t.producer)) for t in reads]
         self.makes = [
-            (t, sorted({stage_of(layer) for layer in t.consumers} - {topology.stage}))
-            for t in makes
+            (t, sorted({stage_of(layer) for layer in t.consumers} - {stage})) for t in makes
         ]
+        self.producers = sorted({producer for _, producer in self.reads})
+        self.consumers = sorted({consumer for _, stages in self.makes for consumer in stages})
 
 
 class Exchange:
@@ -50,120 +56,143 @@ class Exchange:
     Args:
         transport: the network.
         layout: the rows of this step.
-        boundaries: the stage's boundary tensors.
+        boundaries: per stage of this rank its boundary tensors.
         device: where buffers are made.
-        send_limit: micro-batches whose gradients may be under way before the oldest is waited for.
+        send_limits: per stage, micro-batches whose gradients may be under way before the oldest is
+            waited for.
     """
 
     def __init__(
         self,
         transport: Transport,
         layout: Layout,
-        boundaries: Boundaries,
+        boundaries: Mapping[int, Boundaries],
         device: torch.device,
-        send_limit: int,
+        send_limits: Mapping[int, int],
     ) -> None:
         self._transport = transport
         self._layout = layout
         self._boundaries = boundaries
         self._device = device
-        self._send_limit = send_limit
-        self._stage = layout.topology.stage
-        self._inputs: dict[int, dict[str, _Incoming]] = {}
-        self._gradients: dict[int, list[list[_Incoming]]] = {}
-        self._outputs: dict[int, _Sends] = {}
-        self._gradient_sends: deque[_Sends] = deque()
+        self._send_limits = send_limits
+        self._incoming: dict[Message, dict[str, _Incoming]] = {}
+        self._outputs: dict[tuple[int, int], _Sends] = {}
+        self._gradient_sends: dict[int, deque[_Sends]] = {s: deque() for s in boundaries}
 
     @property
     def live_bytes(self) -> int:
         """Bytes of boundary buffers that are posted, and of sends that are under way."""
-        incoming = [i for slot in self._inputs.values() for i in slot.values()]
-        incoming += [i for slot in self._gradients.values() for row in slot for i in row]
-        groups = [*self._outputs.values(), *self._gradient_sends]
+        incoming = [i for message in self._incoming.values() for i in message.values()]
+        groups = list(self._outputs.values())
+        for sends in self._gradient_sends.values():
+            groups += sends
         sending = [t for group in groups for _, t in group]
         return sum(i.num_bytes for i in incoming) + sum(t.nbytes for t in sending)
 
-    def post_inputs(self, micro_batch: int) -> None:
-        """Post the receives of a micro-batch's activations, in the order they are sent."""
-        self._inputs[micro_batch] = {
-            tensor.name: self._post(tensor, micro_batch, stage)
-            for tensor, stage in self._boundaries.reads
+    def post(self, message: Message) -> None:
+        """Post the receives of a message's tensors, in the order they are sent."""
+        self._incoming[message] = {
+            tensor.name: self._receive(tensor, message) for tensor in self._expected(message)
         }
 
-    def take_inputs(self, micro_batch: int) -> dict[str, torch.Tensor]:
+    def take_inputs(self, stage: int, micro_batch: int) -> dict[str, torch.Tensor]:
         """Wait for a micro-batch's activations: this replica's rows, by tensor name."""
-        slot = self._inputs.pop(micro_batch)
-        return {name: incoming.take() for name, incoming in slot.items()}
+        taken: dict[str, torch.Tensor] = {}
+        for producer in self._boundaries[stage].producers:
+            slot = self._incoming.pop(Message(producer, stage, False, micro_batch))
+            taken |= {name: incoming.take() for name, incoming in slot.items()}
+        return taken
 
-    def post_gradients(self, micro_batch: int) -> None:
-        """Post the receives of the gradients of what this stage made for a micro-batch."""
-        self._gradients[micro_batch] = [
-            [self._post(tensor, micro_batch, stage) for stage in stages]
-            if tensor.needs_grad
-            else []
-            for tensor, stages in self._boundaries.makes
+    def take_gradients(self, stage: int, micro_batch: int) -> list[torch.Tensor | None]:
+        """Wait for the gradients of what a stage made; those of several consumers are added up."""
+        boundaries = self._boundaries[stage]
+        slots = {
+            consumer: self._incoming.pop(Message(consumer, stage, True, micro_batch), {})
+            for consumer in boundaries.consumers
+        }
+        return [
+            _added([slots[c][tensor.name] for c in consumers if tensor.name in slots[c]])
+            for tensor, consumers in boundaries.makes
         ]
 
-    def take_gradients(self, micro_batch: int) -> list[torch.Tensor | None]:
-        """Wait for these gradients; those of several consumers are added up."""
-        return [_added(row) for row in self._gradients.pop(micro_batch)]
-
-    def send_outputs(self, micro_batch: int, made: Iterable[torch.Tensor]) -> None:
-        """Send what this stage made to the replicas that read its rows."""
+    def send_outputs(self, stage: int, micro_batch: int, made: Iterable[torch.Tensor]) -> None:
+        """Send what a stage made to the replicas that read its rows."""
+        boundaries, values = self._boundaries[stage], list(made)
         # gloo drops a send whose handle is gone, and does not copy its tensor: keep both.
-        self._outputs[micro_batch] = [
-            sent
-            for value, (tensor, stages) in zip(made, self._boundaries.makes, strict=True)
-            for stage in stages
-            for sent in self._send(value, tensor, micro_batch, stage)
-        ]
-
-    def release_outputs(self, micro_batch: int) -> None:
-        """Wait until a micro-batch's outputs are sent, and forget them."""
-        _wait(self._outputs.pop(micro_batch))
-
-    def send_gradients(self, micro_batch: int, gradients: Iterable[torch.Tensor | None]) -> None:
-        """Send the gradients of what this stage read back to where it came from."""
-        self._gradient_sends.append(
-            [
-                sent
-                for value, (tensor, stage) in zip(gradients, self._boundaries.reads, strict=True)
-                if value is not None
-                for sent in self._send(value, tensor, micro_batch, stage)
+        sends: _Sends = []
+        for consumer in boundaries.consumers:
+            parts = [
+                (tensor, value)
+                for value, (tensor, stages) in zip(values, boundaries.makes, strict=True)
+                if consumer in stages
             ]
-        )
-        while len(self._gradient_sends) > self._send_limit:
-            _wait(self._gradient_sends.popleft())
+            sends += self._send(Message(stage, consumer, False, micro_batch), parts)
+        self._outputs[stage, micro_batch] = sends
+
+    def release_outputs(self, stage: int, micro_batch: int) -> None:
+        """Wait until a micro-batch's outputs are sent, and forget them."""
+        _wait(self._outputs.pop((stage, micro_batch)))
+
+    def send_gradients(
+        self, stage: int, micro_batch: int, gradients: Iterable[torch.Tensor | None]
+    ) -> None:
+        """Send the gradients of what a stage read back to where it came from."""
+        boundaries, values = self._boundaries[stage], list(gradients)
+        sends: _Sends = []
+        for producer in boundaries.producers:
+            parts = [
+                (tensor, value)
+                for value, (tensor, source) in zip(values, boundaries.reads, strict=True)
+                if source == producer and value is not None
+            ]
+            sends += self._send(Message(stage, producer, True, micro_batch), parts)
+        under_way = self._gradient_sends[stage]
+        under_way.append(sends)
+        while len(under_way) > self._send_limits[stage]:
+            _wait(under_way.popleft())
 
     def finish(self) -> None:
         """Wait for everything that is still being sent."""
-        for micro_batch in list(self._outputs):
-            self.release_outputs(micro_batch)
-        while self._gradient_sends:
-            _wait(self._gradient_sends.popleft())
+        for stage, micro_batch in list(self._outputs):
+            self.release_outputs(stage, micro_batch)
+        for under_way in self._gradient_sends.values():
+            while under_way:
+                _wait(under_way.popleft())
 
-    def _send(
-        self, value: torch.Tensor, tensor: BoundaryTensor, micro_batch: int, stage: int
-    ) -> _Sends:
+    def _expected(self, message: Message) -> list[BoundaryTensor]:
+        boundaries = self._boundaries[message.target]
+        if message.is_gradient:
+            return [t for t, c in boundaries.makes if message.source in c and t.needs_grad]
+        return [t for t, producer in boundaries.reads if producer == message.source]
+
+    def _send(self, message: Message, parts: list[tuple[BoundaryTensor, torch.Tensor]]) -> _Sends:
+        if message.target in self._boundaries:
+            # Two stages of one rank: handed over, each reader with a tensor of its own.
+            slot = {tensor.name: _Incoming.handed_over(tensor, value) for tensor, value in parts}
+            self._incoming[message] = slot
+            return []
         sends: _Sends = []
-        for piece in self._layout.pieces(micro_batch, stage, tensor.row_dim is not None):
-            part = _rows_of(value, tensor, piece).contiguous()
-            stages = (self._stage, stage)
-            sends.append((self._transport.send(part, piece.peer, stages), part))
+        stages = message.source, message.target
+        for tensor, value in parts:
+            for piece in self._pieces(tensor, message.micro_batch, *stages):
+                part = _rows_of(value, tensor, piece).contiguous()
+                sends.append((self._transport.send(part, piece.peer, stages), part))
         return sends
 
-    def _post(self, tensor: BoundaryTensor, micro_batch: int, stage: int) -> _Incoming:
-        pieces = self._layout.pieces(micro_batch, stage, tensor.row_dim is not None)
+    def _receive(self, tensor: BoundaryTensor, message: Message) -> _Incoming:
         incoming = _Incoming(tensor)
-        for piece in pieces:
+        stages = message.source, message.target
+        for piece in self._pieces(tensor, message.micro_batch, *stages[::-1]):
             buffer = torch.empty(
                 tensor.shape_for(self._layout.sized(piece.stop - piece.start)),
                 dtype=tensor.dtype,
                 device=self._device,
             )
-            pending = self._transport.receive(buffer, piece.peer, (stage, self._stage))
-            incoming.add(pending, buffer)
+            incoming.add(self._transport.receive(buffer, piece.peer, stages), buffer)
         return incoming
+
+    def _pieces(self, tensor: BoundaryTensor, m: int, here: int, there: int) -> list[Piece]:
+        return self._layout.pieces(m, here, there, tensor.row_dim is not None)
 
 
 def _wait(sends: _Sends) -> None:
@@ -181,6 +210,13 @@ class _Incoming:
     @property
     def num_bytes(self) -> int:
         return sum(buffer.nbytes for _, buffer in self._parts)
+
+    @classmethod
+    def handed_over(cls, tensor: BoundaryTensor, value: torch.Tensor) -> _Incoming:
+        """One that is here already, from a stage of the same rank."""
+        incoming = cls(tensor)
+        incoming.add(Done(), value.detach())
+        return incoming
 
     def add(self, pending: Pending, buffer: torch.Tensor) -> None:
         self._parts.append((pending, buffer))

@@ -32,7 +32,9 @@ class Piece:
 
 
 class Layout:
-    """How the rows of a step lie, seen from one rank. Answers are kept: use it for many steps.
+    """How the rows of a step lie, seen from one rank; the same in all its stages.
+
+    Answers are kept: use it for many steps.
 
     Args:
         topology: this rank's place.
@@ -57,7 +59,7 @@ class Layout:
         self._starts = (0, *itertools.accumulate(self._sizes))
         # By the rows of a micro-batch, of which there are two numbers at most.
         self._split_of: dict[tuple[int, int], tuple[int, ...]] = {}
-        self._pieces_of: dict[tuple[int, int, bool], list[Piece]] = {}
+        self._pieces_of: dict[tuple[int, int, int, bool], list[Piece]] = {}
 
     def rows(self, micro_batch: int) -> int:
         """Rows of a micro-batch that this rank's replica works on."""
@@ -92,23 +94,23 @@ class Layout:
         start = self._starts[micro_batch] + sum(sizes[: self.topology.replica])
         return slice(start, start + sizes[self.topology.replica])
 
-    def pieces(self, micro_batch: int, stage: int, with_rows: bool) -> list[Piece]:
+    def pieces(self, micro_batch: int, here: int, stage: int, with_rows: bool) -> list[Piece]:
         """What this rank exchanges with another stage for one boundary tensor.
 
         Args:
             micro_batch: the micro-batch.
-            stage: the other stage, before or after this rank's.
+            here: the stage of this rank that makes or reads the tensor.
+            stage: the other stage, before or after it.
             with_rows: the tensor has rows; otherwise it is the same for every row, and each
                 replica that reads it gets it from one replica that makes it.
         """
-        key = self._sizes[micro_batch], stage, with_rows
+        key = self._sizes[micro_batch], here, stage, with_rows
         found = self._pieces_of.get(key)
         if found is None:
-            found = self._pieces_of[key] = self._find_pieces(micro_batch, stage, with_rows)
+            found = self._pieces_of[key] = self._find_pieces(micro_batch, here, stage, with_rows)
         return found
 
-    def _find_pieces(self, micro_batch: int, stage: int, with_rows: bool) -> list[Piece]:
-        here = self.topology.stage
+    def _find_pieces(self, micro_batch: int, here: int, stage: int, with_rows: bool) -> list[Piece]:
         first, last = min(here, stage), max(here, stage)
         senders, receivers = self._split(micro_batch, first), self._split(micro_batch, last)
         mine, other = (0, 1) if here == first else (1, 0)

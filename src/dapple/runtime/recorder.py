@@ -26,12 +26,12 @@ class Recorder:
     def __init__(
         self, rank: int, stage: int, replica: int, device: torch.device, enabled: bool
     ) -> None:
-        self._who = (rank, stage, replica)
+        self._rank, self._stage, self._replica = rank, stage, replica
         self._device = device
         self.enabled = enabled
         self._synchronised = enabled and device.type != "cpu"
-        self._rows: list[tuple[SpanKind, int | None, float, float]] = []
-        self._open: list[tuple[SpanKind, int | None, float]] = []
+        self._rows: list[tuple[SpanKind, int | None, int, float, float]] = []
+        self._open: list[tuple[SpanKind, int | None, int, float]] = []
         self._origin = time.perf_counter()
 
     def start(self) -> None:
@@ -46,51 +46,59 @@ class Recorder:
             torch.accelerator.synchronize(self._device)
         return time.perf_counter() - self._origin
 
-    def span(self, kind: SpanKind, micro_batch: int | None = None) -> AbstractContextManager[None]:
-        """Note the time spent inside.
+    def span(
+        self, kind: SpanKind, micro_batch: int | None = None, stage: int | None = None
+    ) -> AbstractContextManager[None]:
+        """Note the time spent inside; `stage` if it is another of the rank's stages.
 
         A span within another one interrupts it, so that no two overlap, and belongs to the same
-        micro-batch.
+        micro-batch and stage.
         """
-        return _Noting(self, kind, micro_batch) if self.enabled else _NOTHING
+        return _Noting(self, kind, micro_batch, stage) if self.enabled else _NOTHING
 
-    def begin(self, kind: SpanKind, micro_batch: int | None) -> None:
+    def begin(
+        self, kind: SpanKind, micro_batch: int | None = None, stage: int | None = None
+    ) -> None:
         """A span begins."""
         now = self.now()
         if self._open:
-            outer, number, since = self._open[-1]
-            self._rows.append((outer, number, since, now))
+            outer, number, where, since = self._open[-1]
+            self._rows.append((outer, number, where, since, now))
             micro_batch = number if micro_batch is None else micro_batch
-        self._open.append((kind, micro_batch, now))
+            stage = where if stage is None else stage
+        self._open.append((kind, micro_batch, self._stage if stage is None else stage, now))
 
     def end(self) -> None:
         """The span that began last ends, and the one that it interrupted goes on."""
         now = self.now()
         self._rows.append((*self._open.pop(), now))
         if self._open:
-            self._open[-1] = (*self._open[-1][:2], now)
+            self._open[-1] = (*self._open[-1][:3], now)
 
     def spans(self) -> list[Span]:
         """The spans since the step's start."""
-        rank, stage, replica = self._who
+        rank, replica = self._rank, self._replica
         return [
-            Span(rank=rank, stage=stage, replica=replica, kind=k, micro_batch=m, start=b, end=e)
-            for k, m, b, e in self._rows
+            Span(rank=rank, stage=s, replica=replica, kind=k, micro_batch=m, start=b, end=e)
+            for k, m, s, b, e in self._rows
         ]
 
 
 class _Noting:
     """A span in a `with` statement. A class, for it costs a quarter of a generator's time."""
 
-    __slots__ = ("_kind", "_micro_batch", "_recorder")
+    __slots__ = ("_kind", "_micro_batch", "_recorder", "_stage")
 
-    def __init__(self, recorder: Recorder, kind: SpanKind, micro_batch: int | None) -> None:
+    def __init__(
+        self, recorder: Recorder, kind: SpanKind, micro_batch: int | None, stage: int | None
+    ) -> None:
         self._recorder = recorder
         self._kind = kind
         self._micro_batch = micro_batch
+        self._stage = stage
 
     def __enter__(self) -> None:
-        self._recorder.begin(self._kind, self._micro_batch)
+        self._recorder.begin(self._kind, self._micro_batch, self._stage)
 
     def __exit__(self, *error: object) -> None:
         self._recorder.end()

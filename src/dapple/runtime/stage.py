@@ -11,6 +11,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dapple.graph import SeedLayer, StageProgram, leave_generators
+from dapple.runtime.deferral import defer_weight_gradients
 from dapple.runtime.process import random_state_kept
 from dapple.runtime.recorder import Recorder
 from dapple.runtime.statistics import BatchStatistics
@@ -37,6 +38,7 @@ class StageRunner:
         statistics: computes its batch norms.
         device: this rank's device.
         recorder: where the spans of forwards that run again are noted.
+        splits_backward: `backward` may be asked to leave weights to `backward_weights`.
     """
 
     def __init__(
@@ -45,9 +47,11 @@ class StageRunner:
         statistics: BatchStatistics | None = None,
         device: torch.device | None = None,
         recorder: Recorder | None = None,
+        splits_backward: bool = False,
     ) -> None:
         self.program = program
         self._statistics = statistics
+        self._deferred = defer_weight_gradients(program.module) if splits_backward else None
         self._device = device or torch.device("cpu")
         self._recorder = recorder
         for part in program.recomputed:
@@ -123,13 +127,17 @@ class StageRunner:
         self._in_flight[micro_batch].loss = scaled_loss
 
     def backward(
-        self, micro_batch: int, gradients: Sequence[torch.Tensor | None]
+        self,
+        micro_batch: int,
+        gradients: Sequence[torch.Tensor | None],
+        weights: bool = True,
     ) -> tuple[torch.Tensor | None, ...]:
         """Compute a micro-batch's gradients; parameters accumulate theirs in `.grad`.
 
         Args:
             micro_batch: its number.
             gradients: per tensor of `program.makes` its summed gradient; None counts as zero.
+            weights: False: gradients of weights that can wait do so until `backward_weights`.
 
         Returns:
             Per tensor of `program.reads` its gradient; None where it needs none. A tensor that
@@ -157,7 +165,16 @@ class StageRunner:
                 results.append(None)
             else:
                 results.append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
+        if self._deferred is not None:
+            self._deferred.close(micro_batch)
+            if weights:
+                self._deferred.run(micro_batch)
         return tuple(results)
+
+    def backward_weights(self, micro_batch: int) -> None:
+        """Compute the gradients of weights that a micro-batch's backward has left."""
+        if self._deferred is not None:
+            self._deferred.run(micro_batch)
 
     def _random_state_kept(self) -> AbstractContextManager[None]:
         return random_state_kept(self._device) if self.program.is_random else nullcontext()

@@ -18,13 +18,15 @@ class Topology:
     Attributes:
         plan: the plan.
         rank: this rank.
-        stage: the stage it runs.
+        position: its place in the pipeline, see `Plan.positions`.
+        stage: the stage it runs; of several virtual ones the first.
         replica: which replica of the stage it is.
         ranks: per stage the ranks of its replicas, in order.
     """
 
     plan: Plan
     rank: int
+    position: int
     stage: int
     replica: int
     ranks: tuple[tuple[int, ...], ...]
@@ -46,8 +48,10 @@ class Topology:
         _check_executable(plan)
         rank_of = plan.rank_of_device()
         ranks = tuple(tuple(rank_of[d] for d in stage.devices) for stage in plan.stages)
-        stage = next(s for s, members in enumerate(ranks) if rank in members)
-        return cls(plan, rank, stage, ranks[stage].index(rank), ranks)
+        position, stage = next(
+            (p, own[0]) for p, own in enumerate(plan.positions) if rank in ranks[own[0]]
+        )
+        return cls(plan, rank, position, stage, ranks[stage].index(rank), ranks)
 
     @property
     def num_stages(self) -> int:
@@ -57,7 +61,12 @@ class Topology:
     @property
     def is_last(self) -> bool:
         """This rank runs the last stage, which computes the loss."""
-        return self.stage == self.num_stages - 1
+        return self.num_stages - 1 in self.stages
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """All stages that this rank runs, ascending."""
+        return self.plan.positions[self.position]
 
     @property
     def stage_plan(self) -> StagePlan:
@@ -71,7 +80,7 @@ class Topology:
     def holders(self, layers: list[int]) -> tuple[int, ...]:
         """The ranks of all stages that run any of these layers, ascending."""
         stages = {self.stage_of_layer(layer) for layer in layers}
-        return tuple(sorted(rank for stage in stages for rank in self.ranks[stage]))
+        return tuple(sorted({rank for stage in stages for rank in self.ranks[stage]}))
 
 
 def _check_executable(plan: Plan) -> None:
@@ -80,8 +89,8 @@ def _check_executable(plan: Plan) -> None:
         recomputed_ranges(stage, plan.num_layers)
         split_rows(1, stage.replicas, stage.rows)
     blocked = list(plan.simulate_only)
-    if plan.virtual != 1:
-        blocked.append("virtual stages")
+    if plan.virtual != 1 and any(stage.shard != "none" for stage in plan.stages):
+        blocked.append("a sharded optimizer with virtual stages")
     if blocked:
         raise PlanError(
             f"the runtime can't execute {', '.join(dict.fromkeys(blocked))} yet, the plan is for "

@@ -7,24 +7,21 @@ import math
 import os
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from dapple.costs import recomputed_ranges
 from dapple.errors import InputError
 from dapple.graph import LayerGraph, SeedLayer
 from dapple.records import Plan, Timeline
 from dapple.runtime.batch import Batch, WeightFunction, check_targets
 from dapple.runtime.buffers import WrittenBuffers
 from dapple.runtime.clipping import Clipping, counted_here
-from dapple.runtime.compiling import CompileOptions, compiled, what_blocks
+from dapple.runtime.compiling import CompileOptions
 from dapple.runtime.evaluation import Evaluator
-from dapple.runtime.exchange import Boundaries
-from dapple.runtime.gradients import GradientBuffers
 from dapple.runtime.layout import Layout
 from dapple.runtime.memory import MemoryMeter
 from dapple.runtime.metrics import Metric
@@ -36,28 +33,27 @@ from dapple.runtime.optimizers import (
     make_optimizer,
     make_scheduler,
 )
+from dapple.runtime.parts import Parts
 from dapple.runtime.precision import Precision, PrecisionName
 from dapple.runtime.prediction import Outputs
 from dapple.runtime.process import (
     default_device,
     ensure_process_group,
     mixed_seed,
-    move_to,
     seed_generators,
 )
 from dapple.runtime.recorder import Recorder
 from dapple.runtime.results import Evaluation, StepResult
 from dapple.runtime.sharding import OptimizerShard
-from dapple.runtime.stage import StageRunner
 from dapple.runtime.statistics import BatchNormRule, BatchStatistics
 from dapple.runtime.step import TrainingStep
+from dapple.runtime.sums import RankGradients
 from dapple.runtime.topology import Topology
 from dapple.runtime.transport import Transport
 from dapple.runtime.update import Update, Verdict
 from dapple.runtime.watch import Watch, watch_ranks
 from dapple.runtime.weights import write_weights
 from dapple.runtime.wiring import check_model, connect, tied_ranks
-from dapple.schedule import Schedule, check_schedule, make_schedule
 
 
 class Trainer:
@@ -132,43 +128,22 @@ class Trainer:
         self.topology = Topology.of(plan, rank, world_size)
         self._watch = watch or watch_ranks(rank, self.topology.stage, transport is None)
         self._progress = self._watch.progress
-        self._schedule_for(plan.num_micro_batches)
         self._graph = graph
         self._plan = plan
         self._metrics = dict(metrics or {})
         self._seed = seed
         self._steps = 0
-        stage = self.topology.stage_plan
         self._precision = Precision(precision, self.device)
-        again = recomputed_ranges(stage, graph.num_layers)
-        self._program, self._evaluation = (
-            self._precision.program(
-                graph, graph.stage(stage.start, stage.stop, mode, again if mode else ()), mode
-            )
-            for mode in (True, False)
-        )
         names = list(graph.parameters())
-        self._release_other_stages()
-        move_to(self.device, self._program.module, self._evaluation.module)
-        blocked = what_blocks(graph, stage, bool(again), batch_norm == "global")
-        self._program, self._evaluation = (
-            compiled(program, compile, self.topology.stage, blocked)
-            for program in (self._program, self._evaluation)
-        )
-        self._boundaries = Boundaries(self.topology, self._program.reads, self._program.makes)
+        self.parts = Parts(graph, self.topology, self.device, self._precision, batch_norm, compile)
         self._transport = transport or connect(graph, self.topology)
-        trainable = {n: p for n, p in self._program.module.named_parameters() if p.requires_grad}
+        trainable = self.parts.trainable()
         tied = tied_ranks(graph, self.topology, trainable)
-        used = [name for name in self._program.parameter_order if name in trainable]
-        self._gradients = GradientBuffers(
-            {name: trainable[name] for name in (*used, *trainable)},
-            self.topology.ranks[self.topology.stage],
-            tied,
-        )
+        ranks = self.topology.ranks[self.topology.stage]
+        self._gradients = RankGradients(trainable, self.parts.parameter_orders(), ranks, tied)
         self._shard, updated = None, trainable
-        if stage.shard == "optimizer":
-            replicas = self.topology.ranks[self.topology.stage]
-            self._shard = OptimizerShard(trainable, replicas, rank, tied, self._transport)
+        if self.topology.stage_plan.shard == "optimizer":
+            self._shard = OptimizerShard(trainable, ranks, rank, tied, self._transport)
             updated = self._shard.own
         self.optimizer = make_optimizer(optimizer, Parameters(updated, names))
         self.scheduler = make_scheduler(scheduler, self.optimizer)
@@ -199,29 +174,36 @@ class Trainer:
             self._metrics,
         )
         statistics, evaluation_statistics = (
-            BatchStatistics(program, self._transport, self.topology, batch_norm, self.device)
-            for program in (self._program, self._evaluation)
+            {
+                stage: BatchStatistics(
+                    program, self._transport, self.topology, batch_norm, self.device
+                )
+                for stage, program in mode.programs.items()
+            }
+            for mode in (self.parts.training, self.parts.evaluation)
         )
         self._evaluator = Evaluator(
-            self._evaluation,
+            self.parts.evaluation,
             evaluation_statistics,
-            self.topology,
             self._transport,
             self._precision,
             self.device,
             self._progress,
         )
-        self._written = WrittenBuffers(
-            self._program.module,
-            graph.written_buffers(stage.start, stage.stop),
-            self.topology,
-            self._transport,
-            batch_norm,
-        )
+        self._written = [
+            WrittenBuffers(
+                program.module,
+                graph.written_buffers(plan.stages[stage].start, plan.stages[stage].stop),
+                self.topology,
+                self._transport,
+                batch_norm,
+            )
+            for stage, program in self.parts.training.programs.items()
+        ]
         self._recorder = Recorder(
             rank, self.topology.stage, self.topology.replica, self.device, record
         )
-        self._runner = StageRunner(self._program, statistics, self.device, self._recorder)
+        self.runners = self.parts.runners(statistics, self.device, self._recorder)
         self._fresh = True
         self.peak_boundary_bytes = 0
         self.last_step_seconds = 0.0
@@ -329,14 +311,12 @@ class Trainer:
             spans=tuple(span for spans, _, _ in rows for span in spans),
             machine_of_rank=tuple(machine[d] for d in used),
             peak_bytes=tuple(peak for _, _, peak in rows),
-            in_flight=self._schedule_for(self._last_micro_batches).in_flight(),
+            in_flight=self.parts.schedule(self._last_micro_batches)[0].in_flight(),
         )
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """This rank's parameters and buffers under all of the model's own names for them."""
-        own = dict(self._program.module.state_dict(keep_vars=True))
-        if self.topology.stage == 0:
-            own |= self._graph.unread
+        own = self.parts.state()
         aliases = self._graph.original_names()
         return {
             alias: value.detach() for name, value in own.items() for alias in aliases.get(name, ())
@@ -375,18 +355,20 @@ class Trainer:
         step = TrainingStep(
             self._transport,
             layout,
-            self._schedule_for(layout.num_micro_batches),
-            self._runner,
-            self._boundaries,
+            *self.parts.schedule(layout.num_micro_batches),
+            self.parts.training.links,
+            self.runners,
+            self.parts.training.boundaries,
             self.device,
             self._progress,
             self._recorder,
             functools.partial(self._seeds, self._steps),
-            self._gradients.summing(self._transport) if update else nullcontext(),
+            self._summing if update else lambda stage, is_last: nullcontext(),
         )
         with self._precision.step():
             step.run(batch)
-        self._written.equalise(layout)
+        for written in self._written:
+            written.equalise(layout)
         self.peak_boundary_bytes = step.peak_boundary_bytes
         self._fresh = update
         verdict = self._update() if update else Verdict()
@@ -402,6 +384,9 @@ class Trainer:
             verdict.overflow,
             found,
         )
+
+    def _summing(self, stage: int, is_last: bool) -> AbstractContextManager[None]:
+        return self._gradients.summing(self._transport, stage, is_last)
 
     def _update(self) -> Verdict:
         self._progress.set("allreduce", None)
@@ -422,7 +407,7 @@ class Trainer:
         return named, layout
 
     def _batch(self, named: dict[str, Any]) -> Batch:
-        wanted = set(self._program.reads_inputs) | set(self._evaluation.reads_inputs)
+        wanted = self.parts.training.reads_inputs | self.parts.evaluation.reads_inputs
         placed = {
             name: value.to(self.device) if isinstance(value, torch.Tensor) else value
             for name, value in named.items()
@@ -451,33 +436,15 @@ class Trainer:
     def _layout_for(self, global_batch_size: int, lengths: tuple[tuple[str, int], ...]) -> Layout:
         return Layout(self.topology, global_batch_size, dict(lengths))
 
-    @functools.lru_cache(maxsize=64)  # noqa: B019 - one trainer lives as long as its process
-    def _schedule_for(self, num_micro_batches: int) -> Schedule:
-        plan = self.topology.plan
-        warmup = [min(s.warmup, num_micro_batches) for s in plan.stages]
-        schedule = make_schedule(plan.schedule, num_micro_batches, warmup)
-        bound = warmup if plan.schedule == "early-backward" else None
-        check_schedule(schedule, bound)
-        return schedule
-
     def _seeds(self, step: int, micro_batch: int, first_row: int) -> SeedLayer:
         """Random numbers of a layer depend on where its piece stands, not on what ran before."""
         place = (self._seed, step, micro_batch, first_row)
         return lambda layer: seed_generators(self.device, mixed_seed((*place, layer)))
 
-    def _release_other_stages(self) -> None:
-        own = {id(t) for t in self._program.module.state_dict(keep_vars=True).values()}
-        for module in (self._program.module, self._evaluation.module):
-            own |= {id(t) for t in (*module.parameters(), *module.buffers())}
-        if self.topology.stage == 0:
-            own |= {id(t) for t in self._graph.unread.values()}
-        self._graph.release(own)
-
     def _resident(self) -> Iterable[torch.Tensor]:
-        module = self._program.module
         states = self.optimizer.state.values() if self.optimizer is not None else ()
         moments = (v for s in states for v in s.values() if isinstance(v, torch.Tensor))
-        return [*module.parameters(), *module.buffers(), *self._gradients.buffers(), *moments]
+        return [*self.parts.tensors(), *self._gradients.buffers(), *moments]
 
     def _check_same_batch(self, layout: Layout) -> None:
         """Every rank has as many rows, of the same lengths; else they would wait for messages that never come.

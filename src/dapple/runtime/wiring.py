@@ -9,6 +9,7 @@ from dapple.graph import LayerGraph
 from dapple.records import Plan, StagePlan
 from dapple.runtime.topology import Topology
 from dapple.runtime.transport import DistributedTransport
+from dapple.schedule import Link
 
 
 def check_model(graph: LayerGraph, plan: Plan) -> None:
@@ -58,7 +59,7 @@ def _check_opaque(graph: LayerGraph, number: int, stage: StagePlan) -> None:
 def tied_ranks(
     graph: LayerGraph, topology: Topology, trainable: Container[str]
 ) -> dict[str, tuple[int, ...]]:
-    """For each tied parameter of this rank that several stages hold, the ranks of all of them.
+    """For each tied parameter of this rank that others hold too, the ranks of all its holders.
 
     Args:
         graph: the captured model.
@@ -68,9 +69,9 @@ def tied_ranks(
     tied = {}
     for group in graph.tied:
         name, layers = group[0][1], [layer for layer, _ in group]
-        stages = {topology.stage_of_layer(layer) for layer in layers}
-        if len(stages) > 1 and name in trainable:
-            tied[name] = topology.holders(layers)
+        ranks = topology.holders(layers)
+        if name in trainable and len(ranks) > len(topology.ranks[topology.stage]):
+            tied[name] = ranks
     return tied
 
 
@@ -79,16 +80,29 @@ def connect(graph: LayerGraph, topology: Topology) -> DistributedTransport:
     groups = list(topology.ranks)
     groups += [topology.holders([layer for layer, _ in group]) for group in graph.tied]
     pairs = {
-        (topology.stage_of_layer(tensor.producer), topology.stage_of_layer(consumer))
+        (link.producer, link.consumer)
         for training in (True, False)
-        for tensor in graph.tensors(training)
-        for consumer in tensor.consumers
+        for link in links_between_stages(graph, topology, training)
     }
-    different = sorted((a, b) for a, b in pairs if a != b)
+    apart = sorted((a, b) for a, b in pairs if topology.ranks[a] != topology.ranks[b])
     statistics = [
         ranks
         for ranks, stage in zip(topology.ranks, topology.plan.stages, strict=True)
         if graph.uses_batch_statistics(stage.start, stage.stop)
         or graph.written_buffers(stage.start, stage.stop)
     ]
-    return DistributedTransport(groups, different, topology.ranks, statistics)
+    return DistributedTransport(groups, apart, topology.ranks, statistics)
+
+
+def links_between_stages(
+    graph: LayerGraph, topology: Topology, training: bool = True
+) -> tuple[Link, ...]:
+    """Which stages exchange tensors, and whether gradients travel back; ascending."""
+    stage_of = topology.stage_of_layer
+    returns: dict[tuple[int, int], bool] = {}
+    for tensor in graph.tensors(training):
+        for consumer in tensor.consumers:
+            pair = stage_of(tensor.producer), stage_of(consumer)
+            if pair[0] != pair[1]:
+                returns[pair] = returns.get(pair, False) or tensor.needs_grad
+    return tuple(Link(*pair, returns[pair]) for pair in sorted(returns))

@@ -15,7 +15,7 @@ slow each other down (always so in the paper's network model): each time is a ma
 earlier ones. The other one is an event heap with network cards that flows share.
 """
 
-from dapple.simulator.simulation import predict, simulate, step_seconds
+from dapple.simulator.simulation import predict, schedule_of, simulate, step_seconds
 from dapple.simulator.trace import Trace
 
-__all__ = ["Trace", "predict", "simulate", "step_seconds"]
+__all__ = ["Trace", "predict", "schedule_of", "simulate", "step_seconds"]

@@ -7,12 +7,11 @@ that it may have waited for.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from dapple.costs import PipelineCosts, Route
-from dapple.simulator.flows import Cards, Flow
+from dapple.simulator.engine import Flows, shared_cards
+from dapple.simulator.flows import Flow
 from dapple.simulator.trace import Message, Order, Trace, deadlock
 
 
@@ -79,7 +78,7 @@ class _Lane:
         self.sent = sender.returned if gradients else sender.ended
         self.messages = messages
         self.gradients = gradients
-        self.cards = _shared_cards(route, contended)
+        self.cards = shared_cards(route, contended)
         self.next = 0
         self.busy = False
         self.start = 0.0
@@ -117,32 +116,18 @@ class _Unit:
         self.gradients_out: list[_Lane] = []
 
 
-class _Engine:
+class _Engine(Flows):
     def __init__(
         self, costs: PipelineCosts, orders: Sequence[Order], windows: Sequence[int], trace: Trace
     ) -> None:
-        self.costs = costs
-        self.trace = trace
+        super().__init__(costs, trace)
         self.total = costs.num_micro_batches
-        self.first_small, self.last_size = costs.first_small, len(costs.sizes) - 1
-        self.cards = Cards(costs.contended)
-        self.heap: list[tuple[float, int, Callable[[float, Any], None], Any]] = []
-        self.counter = 0
         self.units = [
             _Unit(costs, number, orders[stage], windows[stage], trace)
             for number, stage in enumerate(costs.stage_of)
         ]
         self.lanes: list[_Lane] = []
         self.connect()
-        # Per AllReduce the units whose last backward has not begun; one for a queue's predecessor.
-        self.waiting = [
-            sum(len(costs.units_of[stage]) for stage in part.stages) + part.queued
-            for part in costs.sums
-        ]
-        self.sums_of = _sums_of_units(costs)
-        self.flowing = [len(part.ring.between) for part in costs.sums]
-        self.sums_start = [0.0] * len(costs.sums)
-        self.sums_end = [0.0] * len(costs.sums)
 
     def connect(self) -> None:
         contended = self.costs.contended
@@ -169,22 +154,11 @@ class _Engine:
             self.try_send(now, lane)
         for unit in self.units:
             self.try_compute(now, unit)
-        heap = self.heap
-        while heap:
-            time, _, action, what = heapq.heappop(heap)
-            action(time, what)
+        self.drain()
         for unit in self.units:
             if unit.position < len(unit.order):
                 raise deadlock(self.costs, unit.number, unit.order[unit.position])
-        self.trace.sums = list(zip(self.sums_start, self.sums_end, strict=True))
-        self.trace.finish(self.costs)
-
-    def at(self, time: float, action: Callable[[float, Any], None], what: Any) -> None:
-        self.counter += 1
-        heapq.heappush(self.heap, (time, self.counter, action, what))
-
-    def size_of(self, micro_batch: int) -> int:
-        return 0 if micro_batch < self.first_small else self.last_size
+        self.finish()
 
     # Starting in the middle: forget what ends later, and take up what was under way.
 
@@ -192,7 +166,7 @@ class _Engine:
         for unit in self.units:
             self.resume_unit(now, unit)
             if len(unit.returned) == self.total:
-                self.last_backward(unit, unit.returned[-1])
+                self.last_backward(unit.number, unit.returned[-1])
         for lane in self.lanes:
             self.resume_lane(now, lane)
 
@@ -210,7 +184,7 @@ class _Engine:
             unit.busy = True
             self.at(end, self.forward_ended if action >= 0 else self.backward_ended, unit)
             if action < 0 and len(unit.returned) == self.total - 1:
-                self.last_backward(unit, end)
+                self.last_backward(unit.number, end)
 
     def resume_lane(self, now: float, lane: _Lane) -> None:
         messages = lane.messages
@@ -256,7 +230,7 @@ class _Engine:
             end = now + unit.backward[size]
             self.at(end, self.backward_ended, unit)
             if len(unit.returned) == self.total - 1:
-                self.last_backward(unit, end)
+                self.last_backward(unit.number, end)
 
     def forward_ended(self, now: float, unit: _Unit) -> None:
         unit.busy = False
@@ -308,74 +282,3 @@ class _Engine:
         lane.next += 1
         self.try_send(now, lane)
         self.try_compute(now, lane.receiver)
-
-    # Flows that share cards.
-
-    def flow_starts(self, now: float, flow: Flow) -> None:
-        self.predict(now, self.cards.join(flow, now))
-
-    def flow_ends(self, now: float, prediction: tuple[Flow, int]) -> None:
-        flow, version = prediction
-        if flow.version == version:
-            self.predict(now, self.cards.leave(flow, now))
-            flow.done(now)
-
-    def predict(self, now: float, flows: Iterable[Flow]) -> None:
-        for flow in flows:
-            flow.version += 1
-            self.at(now + flow.left / flow.rate, self.flow_ends, (flow, flow.version))
-
-    # AllReduces: rule 7.
-
-    def last_backward(self, unit: _Unit, end: float) -> None:
-        """A unit's last backward has begun: its gradients are complete `lead` before its end."""
-        for number, lead in self.sums_of[unit.number]:
-            self.sum_waits(number, end - lead)
-
-    def sum_waits(self, number: int, until: float) -> None:
-        """One of the things that an AllReduce waits for is known to happen at `until`."""
-        start = self.sums_start[number] = max(self.sums_start[number], until)
-        self.waiting[number] -= 1
-        if not self.waiting[number]:
-            part = self.costs.sums[number]
-            self.at(start + part.ring.inside_seconds(part.size), self.inside_done, number)
-
-    def inside_done(self, now: float, number: int) -> None:
-        part = self.costs.sums[number]
-        if not part.ring.between:
-            self.sum_done(now, number)
-        size = part.size * part.ring.between_factor
-        for route in part.ring.between:
-            cards = _shared_cards(route, self.costs.contended)
-            if cards:
-                flow = Flow(cards, route.rate, size, lambda time: self.sum_flow_done(time, number))
-                self.at(now + route.latency, self.flow_starts, flow)
-            else:
-                self.at(now + route.seconds(size), self.sum_flow_done, number)
-
-    def sum_flow_done(self, now: float, number: int) -> None:
-        self.flowing[number] -= 1
-        if not self.flowing[number]:
-            self.sum_done(now, number)
-
-    def sum_done(self, now: float, number: int) -> None:
-        self.sums_end[number] = now
-        following = number + 1
-        if following < len(self.costs.sums) and self.costs.sums[following].queued:
-            self.sum_waits(following, now)
-
-
-def _sums_of_units(costs: PipelineCosts) -> list[list[tuple[int, float]]]:
-    """Per unit the AllReduces that it takes part in, each with the unit's lead."""
-    sums: list[list[tuple[int, float]]] = [[] for _ in costs.stage_of]
-    for number, part in enumerate(costs.sums):
-        units = [unit for stage in part.stages for unit in costs.units_of[stage]]
-        for unit, lead in zip(units, part.leads or (0.0,) * len(units), strict=True):
-            sums[unit].append((number, lead))
-    return sums
-
-
-def _shared_cards(route: Route, contended: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    """The route's contended cards, each with the number of flows like this one."""
-    ends = (route.out_card, route.out_count), (route.in_card, route.in_count)
-    return tuple((card, count) for card, count in ends if card in contended)

@@ -11,9 +11,8 @@ from dapple.costs import (
     PipelineCosts,
     merge_equal_replicas,
     pipeline_costs,
-    stage_memory,
+    rank_peak_bytes,
 )
-from dapple.errors import PlanError
 from dapple.records import (
     ModelProfile,
     Plan,
@@ -23,8 +22,10 @@ from dapple.records import (
     StagePlan,
     Timeline,
 )
-from dapple.schedule import make_schedule
+from dapple.schedule import Link, Room, Schedule, check_schedule, make_schedule, schedule_for
+from dapple.schedule.table import is_file
 from dapple.simulator.events import run_events
+from dapple.simulator.rows import run_rows
 from dapple.simulator.spans import make_spans
 from dapple.simulator.static import run_static
 from dapple.simulator.trace import Order, Trace
@@ -44,14 +45,14 @@ def step_seconds(
         stages: adjacent stages that cover the profile's layers.
         global_batch_size: rows of a step.
         num_micro_batches: M.
-        schedule: "early-backward" or "gpipe".
+        schedule: one of `dapple.schedule.SCHEDULES`, or the path of a CSV file.
 
     Raises:
         PlanError: the stages do not fit profile or cluster.
         ScheduleError: the schedule is unknown, or the warm-ups deadlock.
     """
     costs = pipeline_costs(model, stages, global_batch_size, num_micro_batches)
-    return run(merge_equal_replicas(costs), schedule).step_seconds
+    return run(_merged(costs, schedule), schedule).step_seconds
 
 
 def run(costs: PipelineCosts, schedule: str) -> Trace:
@@ -60,6 +61,8 @@ def run(costs: PipelineCosts, schedule: str) -> Trace:
     Where only AllReduces can fill a card, nothing is shared until the first of them starts, and
     the event heap is needed from there on only.
     """
+    if not is_plain(costs, schedule):
+        return run_rows(costs, *checked_schedule(costs, schedule))
     total = costs.num_micro_batches
     windows = _windows(costs, schedule)
     orders = [_stage_order(schedule, total, warmup) for warmup in costs.warmup]
@@ -106,7 +109,8 @@ def simulate(
     costs = _costs(plan, model)
     trace = run(costs, name)
     ranks = _ranks(plan)
-    order = sorted(range(costs.num_units), key=lambda unit: ranks[unit])
+    unit_of = {rank: unit for unit, rank in enumerate(ranks)}
+    order = [unit_of[rank] for rank in sorted(unit_of)]
     peaks = _peak_bytes(plan, model, costs, name)
     drawn: tuple[Span, ...] = make_spans(costs, trace, ranks) if spans else ()
     return Timeline(
@@ -114,8 +118,23 @@ def simulate(
         spans=drawn,
         machine_of_rank=tuple(model.network.machine(costs.device_of[unit]) for unit in order),
         peak_bytes=tuple(peaks[unit] for unit in order),
-        in_flight=make_schedule(name, costs.num_micro_batches, costs.warmup).in_flight(),
+        in_flight=checked_schedule(costs, name)[0].in_flight(),
     )
+
+
+def schedule_of(
+    plan: Plan,
+    profile: ModelProfile,
+    *,
+    schedule: str | None = None,
+    cluster: Cluster | None = None,
+) -> Schedule:
+    """The order of computations of a plan's step.
+
+    Args, Raises: as `simulate`.
+    """
+    costs = _costs(plan, _model(plan, profile, cluster, None))
+    return checked_schedule(costs, schedule or plan.schedule)[0]
 
 
 def predict(
@@ -136,7 +155,7 @@ def predict(
     model = _model(plan, profile, cluster, network_model)
     name = schedule or plan.schedule
     costs = _costs(plan, model)
-    seconds = run(merge_equal_replicas(costs), name).step_seconds
+    seconds = run(_merged(costs, name), name).step_seconds
     peaks = _peak_bytes(plan, model, costs, name)
     return Predicted(
         step_seconds=seconds,
@@ -153,6 +172,40 @@ def _stage_order(schedule: str, num_micro_batches: int, warmup: int) -> Order:
     return tuple(a.micro_batch if a.kind == "F" else ~a.micro_batch for a in actions)
 
 
+def is_plain(costs: PipelineCosts, schedule: str) -> bool:
+    """One stage per device and whole backwards, for which there are faster engines."""
+    one_each = len(costs.positions) == costs.num_stages
+    return schedule in ("early-backward", "gpipe") and one_each
+
+
+def checked_schedule(costs: PipelineCosts, name: str) -> tuple[Schedule, Room]:
+    """The schedule of a step, and the room for messages that it needs.
+
+    Raises:
+        ScheduleError: it is unknown, is not for these stages, or deadlocks.
+    """
+    if is_file(name):
+        schedule = schedule_for(name, costs.num_micro_batches, costs.warmup, costs.positions)
+        return schedule, check_schedule(schedule, links=costs.links)
+    return _checked(name, costs.num_micro_batches, costs.warmup, costs.positions, costs.links)
+
+
+@functools.lru_cache(maxsize=256)
+def _checked(
+    name: str,
+    num_micro_batches: int,
+    warmup: tuple[int, ...],
+    positions: tuple[tuple[int, ...], ...],
+    links: tuple[Link, ...],
+) -> tuple[Schedule, Room]:
+    schedule = schedule_for(name, num_micro_batches, warmup, positions)
+    return schedule, check_schedule(schedule, links=links)
+
+
+def _merged(costs: PipelineCosts, schedule: str) -> PipelineCosts:
+    return merge_equal_replicas(costs) if is_plain(costs, schedule) else costs
+
+
 def _windows(costs: PipelineCosts, schedule: str) -> Sequence[int]:
     if schedule == "gpipe":
         return [costs.num_micro_batches] * costs.num_stages
@@ -162,11 +215,6 @@ def _windows(costs: PipelineCosts, schedule: str) -> Sequence[int]:
 def _model(
     plan: Plan, profile: ModelProfile, cluster: Cluster | None, network_model: str | None
 ) -> CostModel:
-    if plan.virtual != 1:
-        raise PlanError(
-            f"the plan has {plan.virtual} virtual stages per device, and no schedule here "
-            "interleaves them; use virtual = 1"
-        )
     return CostModel(profile, cluster or plan.cluster, network_model or plan.network_model)
 
 
@@ -182,19 +230,21 @@ def _ranks(plan: Plan) -> list[int]:
 def _peak_bytes(
     plan: Plan, model: CostModel, costs: PipelineCosts, schedule: str
 ) -> list[int | None]:
-    windows = _windows(costs, schedule)
+    made, room = checked_schedule(costs, schedule)
     peaks: list[int | None] = []
     for stage, replica in zip(costs.stage_of, costs.replica_of, strict=True):
-        memory = stage_memory(
-            model,
-            plan.stages,
-            stage,
-            plan.micro_batch_size,
-            windows[stage],
-            optimizer_state_factor=plan.optimizer_state_factor,
-            replica=replica,
+        peaks.append(
+            rank_peak_bytes(
+                model,
+                plan.stages,
+                made,
+                room,
+                made.position_of[stage],
+                plan.micro_batch_size,
+                optimizer_state_factor=plan.optimizer_state_factor,
+                replica=replica,
+            )
         )
-        peaks.append(None if memory is None else memory.total)
     return peaks
 
 
@@ -209,7 +259,7 @@ def _bubble_fraction(costs: PipelineCosts, seconds: float) -> float:
             counts, costs.forward[unit], costs.backward[unit], strict=False
         )
     )
-    return 1.0 - busy / (costs.num_units * seconds)
+    return 1.0 - busy / (len(set(costs.device_of)) * seconds)
 
 
 def _predicted_stage(

@@ -52,10 +52,22 @@ def _computations(costs: PipelineCosts, trace: Trace) -> Iterator[_Row]:
             size = costs.size_of(micro_batch)
             if costs.rows[unit][size]:
                 start = end - costs.backward[unit][size]
+                kind: SpanKind = "backward"
+                done = trace.weights_end.get((unit, micro_batch))
+                if done is not None:
+                    kind = "input"
+                    start += costs.weights[unit][size]
+                    yield (
+                        unit,
+                        "weight",
+                        micro_batch,
+                        done - costs.weights[unit][size],
+                        done,
+                    )
                 middle = start + costs.recompute[unit][size]
                 if middle > start:
                     yield unit, "recompute", micro_batch, start, middle
-                yield unit, "backward", micro_batch, middle, end
+                yield unit, kind, micro_batch, middle, end
 
 
 def _messages(costs: PipelineCosts, trace: Trace) -> Iterator[_Row]:

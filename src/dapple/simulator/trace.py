@@ -22,7 +22,8 @@ class Trace:
 
     Attributes:
         forward_end, backward_end: per unit and micro-batch; a computation starts at its end
-            less its seconds.
+            less its seconds. Of a split backward, the end of its first half.
+        weights_end: per unit and micro-batch the end of its weight gradients, where split.
         activations, gradients: per channel its messages in order.
         sums: start and end of each AllReduce of the costs.
         ends: per unit, the end of its optimizer update.
@@ -34,6 +35,7 @@ class Trace:
     gradients: list[list[Message]]
     sums: list[tuple[float, float]] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
+    weights_end: dict[tuple[int, int], float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, costs: PipelineCosts) -> Trace:
@@ -50,12 +52,23 @@ class Trace:
 
     def finish(self, costs: PipelineCosts) -> None:
         """Fill in the optimizer updates from the last backwards and the AllReduces (rule 8)."""
-        ready = [backward[-1] for backward in self.backward_end]
+        last = costs.num_micro_batches - 1
+        ready = [
+            self.weights_end.get((unit, last), backward[-1])
+            for unit, backward in enumerate(self.backward_end)
+        ]
         for part, (_, end) in zip(costs.sums, self.sums, strict=True):
             for stage in part.stages:
                 for unit in costs.units_of[stage]:
                     ready[unit] = max(ready[unit], end)
-        self.ends = [time + costs.optimizer[unit] for unit, time in enumerate(ready)]
+        # Stages that share a device update one after the other, when all their sums are done.
+        at: dict[int, float] = {}
+        for unit, device in enumerate(costs.device_of):
+            at[device] = max(at.get(device, 0.0), ready[unit])
+        self.ends = []
+        for unit, device in enumerate(costs.device_of):
+            at[device] += costs.optimizer[unit]
+            self.ends.append(at[device])
 
 
 def complete_at(
