@@ -25,7 +25,7 @@ WIDTH = 256
 def work(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     """All that the tests below look at, from one rank."""
     found = {}
-    for action in (memory_of_a_stage, saved_weights, masks):
+    for action in (memory_of_a_stage, saved_weights, masks, mixed_precision):
         note_action(action.__name__)
         found[action.__name__] = action(folder)
     return found
@@ -48,6 +48,46 @@ def memory_of_a_stage(folder: Path) -> dict[str, Any]:
         "after a step": live_bytes(),
         "resident": trainer.resident_bytes(),
     }
+
+
+def mixed_precision(folder: Path) -> dict[str, Any]:
+    """A step under bf16 with clipping and a metric, then a prediction."""
+    graph = capture(
+        CASES["gpt"].model().float(), torch.zeros(2, 5, dtype=torch.int64), loss=gpt_loss
+    )
+    trainer = Trainer(
+        graph,
+        cases.make_plan(graph, (2, 1), 6, 2),
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        device=torch.device("cpu"),
+        precision="bf16",
+        clip_norm=1e-3,
+        metrics={"largest": largest},
+    )
+    tokens, targets = gpt_batch()
+    result = trainer.step(tokens, targets, metrics=True)
+    output = trainer.predict(tokens)
+    trainer.close()
+    return {
+        "loss": result.loss,
+        "norm": result.gradient_norm,
+        "metrics": dict(result.metrics),
+        "output": output,
+        "copies": trainer.state_dict().get("embed.weight"),
+    }
+
+
+def gpt_batch() -> tuple[Tensor, Tensor]:
+    tokens, targets = CASES["gpt"].batch(6)
+    return tokens, targets
+
+
+def gpt_loss(output: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), targets.flatten())
+
+
+def largest(output: Tensor, targets: Tensor) -> Tensor:
+    return output.max(-1).values.float().mean()
 
 
 def live_bytes() -> int:
@@ -163,3 +203,30 @@ def test_dropout_repeats_bitwise(first: int, ranks: list[dict[str, Any]]) -> Non
         for mine, its in zip(one["outputs"], other["outputs"], strict=True):
             assert torch.equal(mine, its)
         assert all(torch.equal(value, other["weights"][n]) for n, value in one["weights"].items())
+
+
+def test_mixed_precision_clipping_and_prediction_over_a_real_network(
+    ranks: list[dict[str, Any]],
+) -> None:
+    """bf16 messages, a norm with a tied weight, outputs as bytes: as on one process, on each rank."""
+    model = CASES["gpt"].model().float()
+    tokens, targets = gpt_batch()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = model(tokens)
+        loss = gpt_loss(output, targets)
+    mean = largest(output, targets).item()
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        predicted = model.eval()(tokens)
+    for found in (rank["mixed_precision"] for rank in ranks):
+        assert found["loss"] == pytest.approx(loss.item(), rel=1e-3)
+        assert found["norm"] == pytest.approx(norm.item(), rel=1e-2)
+        assert found["metrics"] == pytest.approx({"largest": mean}, rel=1e-2)
+        assert found["output"].dtype == predicted.dtype
+        assert (found["output"] - predicted).abs().max() < 2e-2
+        assert torch.equal(found["output"], ranks[0]["mixed_precision"]["output"])
+    copies = [c for rank in ranks if (c := rank["mixed_precision"]["copies"]) is not None]
+    assert len(copies) == 3
+    assert all(torch.equal(copy, copies[0]) for copy in copies)

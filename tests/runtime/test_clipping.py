@@ -70,6 +70,24 @@ def test_ranks_with_nothing_to_train_take_part(name: str) -> None:
     assert [found for _, found in results] == [pytest.approx(norms, rel=1e-10)] * len(results)
 
 
+def test_sharded_optimizers_clip_by_the_same_norm() -> None:
+    """A replica that updates a share of its stage counts what the whole stage counts."""
+    graph, example = cases.build("gpt"), cases.EXAMPLES["gpt"]
+    batches = [example.batch(12, step) for step in range(STEPS)]
+    wanted, norms = one_process(cases.make_model("gpt"), batches, example.loss, 0.05, 2.0)
+
+    def work(trainer: Trainer) -> tuple[dict[str, Tensor], list[float]]:
+        found = [trainer.step(*batch).gradient_norm for batch in batches]
+        return trainer.state_dict(), found
+
+    plan = cases.make_plan(graph, (2, 3), 12, 4)
+    stages = tuple(stage.model_copy(update={"shard": "optimizer"}) for stage in plan.stages)
+    plan = plan.model_copy(update={"stages": stages})
+    results = on_ranks(graph, plan, work, weight=example.weight, clip_norm=0.05)
+    assert cases.global_error([state for state, _ in results], wanted) < cases.TOLERANCE
+    assert [found for _, found in results] == [pytest.approx(norms, rel=1e-10)] * len(results)
+
+
 def test_gradients_below_the_limit_stay_bitwise_as_they_are() -> None:
     """An infinite limit only measures."""
     graph, example = cases.build("mlp"), cases.EXAMPLES["mlp"]
