@@ -129,6 +129,11 @@ def counted(x: Tensor, y: Tensor) -> Tensor:
     return (y[:, 0] > 0).sum()
 
 
+@functools.cache
+def masked_graph() -> LayerGraph:
+    return capture(build(Normed), torch.randn(3, 6).double(), loss=masked_loss, name="masked")
+
+
 def masked_loss(output: Any, target: Tensor) -> Tensor:
     value = output[0] if isinstance(output, tuple) else output
     keep = target[:, 0] > 0
@@ -214,9 +219,7 @@ def test_unequal_shares_of_the_rows() -> None:
 @pytest.mark.parametrize("replicas", [(3,), (2, 3)], ids=str)
 def test_rows_without_weight_still_count_in_the_statistics(replicas: tuple[int, ...]) -> None:
     """Their gradient is what the other rows' losses make of them, on pieces without weight too."""
-    example = torch.randn(3, 6).double()
-    graph = capture(build(Normed), example, loss=masked_loss, name="masked")
-    results = train(graph, replicas, (7, 7, 5), 2, weight=counted)
+    results = train(masked_graph(), replicas, (7, 7, 5), 2, weight=counted)
     wanted, _ = one_process(Normed, (7, 7, 5), 2, counted)
     assert global_error([state for state, _ in results], wanted) < TOLERANCE
 
