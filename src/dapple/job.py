@@ -133,6 +133,7 @@ class PlanSection(_Section):
         micro_batch_size: fixed by hand; None: chosen.
         planner: which planner.
         schedule: which schedule.
+        recompute: stages may run their forwards again where memory is short.
         profile_batch_sizes: rows that are profiled.
     """
 
@@ -140,6 +141,7 @@ class PlanSection(_Section):
     micro_batch_size: Count | None = None
     planner: Annotated[str, _known("planner", PLANNERS)] = "dapple"
     schedule: Annotated[str, _known("schedule", SCHEDULES)] = "early-backward"
+    recompute: bool = False
     profile_batch_sizes: Annotated[tuple[Count, ...], AfterValidator(_ascending)] = (1, 2, 4, 8)
 
 

@@ -153,6 +153,7 @@ class _Session:
             planner=job.plan.planner,
             optimizer=job.optimizer.state_like,
             schedule=job.plan.schedule,
+            recompute=job.plan.recompute,
         )
         result.plan.save(folder / "plan.json")
         for refusal in result.refusals:
