@@ -70,6 +70,18 @@ def test_weights_and_losses_are_those_without_it(name: str, schedule: str) -> No
         assert_same(plain, again)
 
 
+def test_backwards_may_be_split() -> None:
+    """Zero-bubble with recomputation is zero-bubble without it, bitwise."""
+    graph, example = cases.build("gpt"), cases.EXAMPLES["gpt"]
+    plan = cases.make_plan(graph, (2, 1), 13, 4, "zero-bubble")
+    batches = [example.batch(13, step) for step in range(2)]
+    plain, again = (
+        trained(graph, p, batches, weight=example.weight)
+        for p in (plan, recomputing(plan, ((0, 1), (1, 3)), True))
+    )
+    assert_same(plain, again)
+
+
 @pytest.mark.parametrize("ranges", [(True, True), (((0, 1),), ((2, 3),))], ids=str)
 def test_random_numbers_are_drawn_again(
     ranges: tuple[Ranges, ...], monkeypatch: pytest.MonkeyPatch
