@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import os
 import time
 from collections.abc import Iterable, Mapping
@@ -14,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dapple.errors import InputError
 from dapple.graph import LayerGraph, SeedLayer
 from dapple.records import Plan, Timeline
+from dapple.runtime.agreement import check_same_batch, global_loss
 from dapple.runtime.batch import Batch, WeightFunction, check_targets
 from dapple.runtime.buffers import WrittenBuffers
 from dapple.runtime.clipping import Clipping, counted_here
@@ -238,7 +237,8 @@ class Trainer:
         """
         named, layout = self._prepare(inputs, targets)
         with self._watch.guard():
-            self._check_same_batch(layout)
+            self._progress.set("barrier", None)
+            check_same_batch(layout, self._transport, self.device)
             return self._step(named, layout, inputs, targets, update, metrics)
 
     def evaluate(self, inputs: Any, targets: Any = None) -> Evaluation:
@@ -250,7 +250,8 @@ class Trainer:
         """
         named, layout = self._prepare(inputs, targets)
         with self._watch.guard():
-            self._check_same_batch(layout)
+            self._progress.set("barrier", None)
+            check_same_batch(layout, self._transport, self.device)
             batch = self._batch(named)
             if self.topology.is_last:
                 batch.objective = self._objectives.make(
@@ -274,7 +275,8 @@ class Trainer:
         named, layout = self._prepare(inputs, None)
         outputs = Outputs(self._graph.output_specs(training=False), layout.global_batch_size)
         with self._watch.guard():
-            self._check_same_batch(layout)
+            self._progress.set("barrier", None)
+            check_same_batch(layout, self._transport, self.device)
             batch = self._batch(named)
             batch.outputs = outputs if self.topology.is_last else None
             self._evaluator.run(batch, layout)
@@ -417,20 +419,9 @@ class Trainer:
         return Batch(placed, batched)
 
     def _global_loss(self, batch: Batch, metrics: bool = True) -> tuple[float, dict[str, float]]:
-        # (share of the loss, pieces with weight, metrics): ranks without the loss add zeros.
         self._progress.set("allreduce", None)
         names = list(self._metrics) if metrics else []
-        sums = torch.zeros(2 + len(names), dtype=torch.float64)
-        if batch.objective is not None:
-            sums[0] = batch.objective.share()
-            sums[1] = float(batch.objective.has_weight)
-            if batch.objective.metrics is not None:
-                shares = batch.objective.metrics.shares
-                sums[2:] = torch.tensor([shares[name] for name in names], dtype=torch.float64)
-        sums = sums.to(self.device)
-        self._transport.sum(sums, tuple(range(self._transport.world_size))).wait()
-        loss, _, *found = (v if sums[1] else math.nan for v in sums.tolist())
-        return loss, dict(zip(names, found, strict=True))
+        return global_loss(batch, names, self._transport, self.device)
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 - one trainer lives as long as its process
     def _layout_for(self, global_batch_size: int, lengths: tuple[tuple[str, int], ...]) -> Layout:
@@ -445,21 +436,3 @@ class Trainer:
         states = self.optimizer.state.values() if self.optimizer is not None else ()
         moments = (v for s in states for v in s.values() if isinstance(v, torch.Tensor))
         return [*self.parts.tensors(), *self._gradients.buffers(), *moments]
-
-    def _check_same_batch(self, layout: Layout) -> None:
-        """Every rank has as many rows, of the same lengths; else they would wait for messages that never come.
-
-        Also the barrier that a step's clocks start from.
-        """
-        self._progress.set("barrier", None)
-        sizes = {"rows": layout.global_batch_size, **layout.lengths}
-        here = torch.tensor(list(sizes.values()), dtype=torch.float64)
-        sums = torch.stack([here, here * here]).to(self.device)
-        self._transport.sum(sums, tuple(range(self._transport.world_size))).wait()
-        for (name, size), total, squares in zip(sizes.items(), *sums.tolist(), strict=True):
-            if total * total != squares * self._transport.world_size:
-                mean = total / self._transport.world_size
-                raise InputError(
-                    f"the ranks were given batches of different sizes: {size} {name} here, {mean:g} "
-                    "on average; hand every rank the same global batch"
-                )
