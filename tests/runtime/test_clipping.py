@@ -70,8 +70,14 @@ def test_ranks_with_nothing_to_train_take_part(name: str) -> None:
     assert [found for _, found in results] == [pytest.approx(norms, rel=1e-10)] * len(results)
 
 
-def test_sharded_optimizers_clip_by_the_same_norm() -> None:
-    """A replica that updates a share of its stage counts what the whole stage counts."""
+@pytest.mark.parametrize(
+    ("shard", "schedule", "virtual"),
+    [("optimizer", "early-backward", 1), ("none", "interleaved", 2), ("none", "zero-bubble", 1)],
+)
+def test_shares_and_virtual_stages_clip_by_the_same_norm(
+    shard: str, schedule: str, virtual: int
+) -> None:
+    """Whoever updates a parameter, and however many stages a rank has, each counts once."""
     graph, example = cases.build("gpt"), cases.EXAMPLES["gpt"]
     batches = [example.batch(12, step) for step in range(STEPS)]
     wanted, norms = one_process(cases.make_model("gpt"), batches, example.loss, 0.05, 2.0)
@@ -80,8 +86,8 @@ def test_sharded_optimizers_clip_by_the_same_norm() -> None:
         found = [trainer.step(*batch).gradient_norm for batch in batches]
         return trainer.state_dict(), found
 
-    plan = cases.make_plan(graph, (2, 3), 12, 4)
-    stages = tuple(stage.model_copy(update={"shard": "optimizer"}) for stage in plan.stages)
+    plan = cases.make_plan(graph, (2, 3), 12, 4, schedule, virtual=virtual)
+    stages = tuple(stage.model_copy(update={"shard": shard}) for stage in plan.stages)
     plan = plan.model_copy(update={"stages": stages})
     results = on_ranks(graph, plan, work, weight=example.weight, clip_norm=0.05)
     assert cases.global_error([state for state, _ in results], wanted) < cases.TOLERANCE
