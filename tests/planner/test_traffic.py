@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +19,7 @@ from tests.planner.strategies import clusters
 def test_slowest_flow_or_card(
     cluster: Cluster, rows: int, paper: bool, data: st.DataObject
 ) -> None:
-    """Alike flows are looked at once, and none is forgotten."""
+    """Alike flows are looked at once, and none is forgotten, whether they are few or many."""
     network = Network(cluster, "paper" if paper else "shared")
     if cluster.num_devices < 2:
         return
@@ -28,5 +29,8 @@ def test_slowest_flow_or_card(
     loads = traffic(network, senders, receivers, rows)
     expected = busiest(loads, 1, loads, 0, size)
     places = Symmetry(cluster, network).places
-    found = slowest(network, places, (senders, receivers), rows, size)
-    assert np.allclose(found, expected, rtol=1e-12)
+    for few in (0, 24):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("dapple.planner.traffic._FEW", few)
+            found = slowest(network, places, (senders, receivers), rows, size)
+        assert np.allclose(found, expected, rtol=1e-12)

@@ -17,8 +17,8 @@ _NEAR = np.array([-2, -1, 0, 1, 2])
 _FAR = np.array([-16, -12, -8, -6, -4, -3, -2, -1, 0, 1, 2, 3, 4, 6, 8, 12, 16])
 """How far, in layers, cuts are moved; two at a time only near by in pipelines of many stages."""
 _SHORT = 8
-_ROUNDS = 10
-"""How many moves in a row."""
+_ROUNDS, _LONG_ROUNDS = 10, 3
+"""How many moves in a row, and in longer pipelines."""
 
 
 def estimate_cuts(
@@ -45,8 +45,9 @@ def estimate_cuts(
     alone = (both.sum(axis=0) - before_b + after).max(axis=0)
     longest = np.maximum(alone, (work + late).max(axis=0))
     results = []
+    rooms = _rooms(problem, layout, bounds) if problem.memory_is_known else None
     for policy in policies:
-        warmup = _warmups(problem, replace(layout, policy=policy), bounds)
+        warmup = _warmups(problem, replace(layout, policy=policy), rooms)
         waits = _waits(forward, both, warmup, layout.micro_batches) + late[::2]
         step = np.maximum(longest, waits.max(axis=0))
         results.append(np.where(warmup.min(axis=0) > 0, step, np.inf))
@@ -82,7 +83,8 @@ def better_cuts(
         Its estimate in seconds, infinite if nothing near it fits, and itself.
     """
     here, seconds, chosen = np.array(layout.bounds), np.inf, 0
-    for _ in range(rounds):
+    most = rounds if layout.num_stages <= _SHORT else _LONG_ROUNDS
+    for _ in range(min(rounds, most)):
         nearby = _moved(here)
         guesses = estimate_cuts(problem, layout, nearby, policies)
         policy, best = divmod(int(guesses.argmin()), len(nearby))
@@ -131,23 +133,27 @@ def _times(problem: Problem, layout: Layout, bounds: Ints) -> tuple[Floats, Floa
     return forward, backward, work, after
 
 
-def _warmups(problem: Problem, layout: Layout, bounds: Ints) -> Ints:
-    """`Problem.guess_warmup` for all cuts, shape (S, P); 0 where a stage does not fit.
-
-    Shape (S, 1) if they are the same for all.
-    """
-    total, whole = layout.micro_batches, problem.schedule == "gpipe"
-    wanted = np.array(problem.wanted_warmup(layout))[:, None]
-    if not problem.memory_is_known:
-        return wanted
-    tables, rooms = problem.tables(total), np.empty((layout.num_stages, len(bounds)))
+def _rooms(problem: Problem, layout: Layout, bounds: Ints) -> Floats:
+    """How many micro-batches fit in flight, shape (S, P)."""
+    tables = problem.tables(layout.micro_batches)
+    rooms = np.empty((layout.num_stages, len(bounds)))
     for number, devices in enumerate(layout.devices):
         rows = -(-tables.first_rows // len(devices))
         start, stop = bounds[:, number], bounds[:, number + 1]
         fixed, each = tables.stage_bytes(start, stop, rows, problem.optimizer_state_factor)
         memory = problem.symmetry.least_memory(devices)
         rooms[number] = (memory - fixed) / np.maximum(each, 1.0)
-    if (rooms >= wanted).all():
+    return rooms
+
+
+def _warmups(problem: Problem, layout: Layout, rooms: Floats | None) -> Ints:
+    """`Problem.guess_warmup` for all cuts, shape (S, P); 0 where a stage does not fit.
+
+    Shape (S, 1) if they are the same for all.
+    """
+    whole = problem.schedule == "gpipe"
+    wanted = np.array(problem.wanted_warmup(layout))[:, None]
+    if rooms is None or (rooms >= wanted).all():
         return wanted
     if layout.policy == WIDE and not whole:
         first = np.minimum(rooms[0], wanted[0]).astype(np.int64)

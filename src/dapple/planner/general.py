@@ -118,7 +118,7 @@ class GeneralSearch:
         grid = make_grid(self.problem, self._frame(order, count), count, marks, 1)
         self._try(grid, _SCOUT_EFFORT)
 
-    def _try(self, grid: Grid, effort: Effort) -> list[Layout]:
+    def _try(self, grid: Grid, effort: Effort, polished: int = _POLISHED) -> list[Layout]:
         """What the dynamic programme finds, and the best of it with better cuts."""
         # Under policy B a stage may run ahead of its transfers.
         attachments = (False, True) if self.problem.warmup == "A" else (False,)
@@ -127,8 +127,9 @@ class GeneralSearch:
         ]
         self._estimate(found)
         variants = {variant for layout in found for variant in self.problem.variants(layout)}
-        ranked = [layout for layout in self._ranked() if layout in variants]
-        for layout in self._on_different_devices(ranked, _POLISHED):
+        known = sorted((self._estimates[v], v) for v in variants if v in self._estimates)
+        ranked = [layout for _, layout in known]
+        for layout in self._on_different_devices(ranked, polished):
             policies = self.problem.policies(layout)
             self._estimate([better_cuts(self.problem, layout, policies)[1]])
         return found
@@ -146,14 +147,15 @@ class GeneralSearch:
 
     def _look_closely(self, count: int) -> None:
         marks = choose_marks(self.problem.tables(count), self._most_marks(_MARKS))
-        for order in device_orders(self.problem.cluster):
+        for number, order in enumerate(device_orders(self.problem.cluster)):
             frame = self._frame(order, count)
             for in_flight in _IN_FLIGHT:
                 grid = make_grid(self.problem, frame, count, marks, in_flight)
                 found = self._try(grid, _EFFORT)
-                for option in grid.options:
+                for option in grid.options if number == 0 and in_flight == 1 else ():
                     if frame.widths[option] in _EQUAL:
-                        self._try(replace(grid, options=np.array([option])), _SCOUT_EFFORT)
+                        equal = replace(grid, options=np.array([option]))
+                        self._try(equal, _SCOUT_EFFORT, polished=0)
                 if not any(self._is_short_of_memory(layout) for layout in found):
                     break
 

@@ -166,8 +166,11 @@ class Problem:
         ]
 
     def policies(self, layout: Layout) -> list[str]:
-        """The warm-up policies to choose from; one where they are the same."""
-        policies = [self.warmup] if self.warmup in ("A", "B") else ["A", "B", WIDE]
+        """The warm-up policies to choose from; one where they are the same.
+
+        Where memory is enough, `WIDE` contains policy B, and tuning finds the counts in between.
+        """
+        policies = [self.warmup] if self.warmup in ("A", "B") else ["A", WIDE]
         alike = layout.num_stages == 1 or layout.micro_batches == 1 or self.schedule == "gpipe"
         return policies[:1] if alike else policies
 
