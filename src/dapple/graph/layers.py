@@ -150,8 +150,9 @@ class LayerGraph:
         return build_stage(program, start, stop, self._names, persistent, recompute)
 
     def uses_batch_statistics(self, start: int, stop: int) -> bool:
-        """Some layer of the range normalises over the batch (BatchNorm)."""
-        return self._training.uses_batch_statistics(start, stop)
+        """Some layer of the range normalises over the batch (BatchNorm), in either mode."""
+        programs = (self._training, self._evaluation)
+        return any(p.uses_batch_statistics(start, stop) for p in programs if p is not None)
 
     def written_buffers(self, start: int, stop: int, by_rows: bool = False) -> tuple[str, ...]:
         """The buffers that layers of the range update in training, by the model's names.
