@@ -33,7 +33,7 @@ def one_process(model: Any, batches: Any, loss: Any, clip_norm: float, p: float)
 
 
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.5, 0.5, math.inf])
-@pytest.mark.parametrize("replicas", [(1,), (2, 3), (1, 2, 1)], ids=str)
+@pytest.mark.parametrize("replicas", [(2, 3), (1, 2, 1)], ids=str)
 def test_the_norm_is_that_of_the_whole_model(p: float, replicas: tuple[int, ...]) -> None:
     """Pitfall 14: tied weights on two stages count once, replicas too; any p."""
     graph, example = cases.build("gpt"), cases.EXAMPLES["gpt"]

@@ -25,7 +25,7 @@ def test_a_compiled_stage_trains_and_evaluates_like_a_plain_one() -> None:
         return torch._dynamo.lookup_backend("aot_eager")(module, inputs)
 
     def work(trainer: Trainer) -> Any:
-        for step, rows in enumerate((12, 9, 12, 31)):
+        for step, rows in enumerate((12, 31)):
             trainer.step(*example.batch(rows, step))
         return trainer.state_dict(), float(trainer.evaluate(*example.batch(7, 8)))
 
