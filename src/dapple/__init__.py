@@ -6,7 +6,7 @@
     timeline = dapple.simulate(plan, profile)                        what to expect
     trainer = dapple.Trainer(graph, plan, make_optimizer)            one per rank, under torchrun
 
-Only `capture`, `profile`, `Trainer` and `Workload` import torch, when they are first used.
+Only `capture`, `profile`, `Trainer`, `PlanSampler` and `Workload` import torch, when they are first used.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from dapple.records import Plan as Plan
     from dapple.records import Timeline as Timeline
     from dapple.records import load_record as load_record
+    from dapple.runtime import PlanSampler as PlanSampler
     from dapple.runtime import Trainer as Trainer
     from dapple.simulator import simulate as simulate
     from dapple.workload import Workload as Workload
@@ -39,6 +40,7 @@ _PUBLIC = {
     "LayerGraph": ("dapple.graph", "LayerGraph"),
     "ModelProfile": ("dapple.records", "ModelProfile"),
     "Plan": ("dapple.records", "Plan"),
+    "PlanSampler": ("dapple.runtime", "PlanSampler"),
     "Timeline": ("dapple.records", "Timeline"),
     "Trainer": ("dapple.runtime", "Trainer"),
     "Workload": ("dapple.workload", "Workload"),

@@ -27,11 +27,11 @@ def check_job(job: Job) -> None:
 
 
 def _check_data(job: Job, split: str) -> None:
-    from dapple.runtime.recipe import batches
+    from dapple.runtime.data import JobData
 
     where = f'data factory "{job.data.factory}", split "{split}"'
     try:
-        batch = next(batches(job, split), None)
+        batch = JobData(job, split).first()
     except DappleError:
         raise
     except Exception as error:

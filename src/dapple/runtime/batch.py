@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from dapple.errors import InputError
 from dapple.runtime.layout import Layout
 from dapple.runtime.metrics import MetricSums
 from dapple.runtime.prediction import Outputs
+from dapple.runtime.window import Window
 
 WeightFunction = Callable[[Any, Any], float]
 Probe = Callable[[slice, Sequence[Any], Any, torch.Tensor], None]
@@ -25,20 +26,23 @@ class Batch:
     """The global batch of a step.
 
     Attributes:
-        inputs: the model's inputs by name, all rows, on this rank's device.
+        inputs: the model's inputs by name, on this rank's device.
         batched: names of those that have rows.
+        window: where the rows of the global batch lie in them.
         objective: computes the loss of this rank's pieces; None where no loss is computed.
         outputs: collects the model's outputs of this rank's pieces; None where nobody wants them.
     """
 
     inputs: dict[str, Any]
     batched: frozenset[str]
+    window: Window = field(default_factory=Window)
     objective: Objective | None = None
     outputs: Outputs | None = None
 
     def rows(self, rows: slice) -> dict[str, Any]:
         """The inputs of one piece."""
-        return {n: v[rows] if n in self.batched else v for n, v in self.inputs.items()}
+        here = self.window.local(rows)
+        return {n: v[here] if n in self.batched else v for n, v in self.inputs.items()}
 
 
 class Objective:
@@ -153,7 +157,7 @@ def piece_weights(
     layout: Layout,
     weight: WeightFunction | None,
     inputs_of: Callable[[slice], Any],
-    targets: Any,
+    targets_of: Callable[[slice], Any],
 ) -> dict[int, float]:
     """w_i of this rank's pieces by micro-batch: by `weight`, or their rows.
 
@@ -161,7 +165,7 @@ def piece_weights(
         layout: the rows of the step.
         weight: (inputs, targets) of a piece -> w_i; None: rows.
         inputs_of: the inputs of a row range.
-        targets: the targets of the global batch.
+        targets_of: the targets of a row range.
 
     Raises:
         InputError: a weight is negative or not finite.
@@ -173,7 +177,7 @@ def piece_weights(
         if weight is None or count == 0:
             weights[micro_batch] = float(count)
         else:
-            weights[micro_batch] = float(weight(inputs_of(where), rows_of(targets, where)))
+            weights[micro_batch] = float(weight(inputs_of(where), targets_of(where)))
     _check_weights(weights)
     return weights
 

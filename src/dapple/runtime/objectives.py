@@ -20,11 +20,11 @@ from dapple.runtime.batch import (
     piece_weights,
     rows_of,
 )
-from dapple.runtime.layout import Layout
 from dapple.runtime.metrics import Metric, MetricSums
 from dapple.runtime.precision import Precision
 from dapple.runtime.process import random_state_kept
 from dapple.runtime.transport import Transport
+from dapple.runtime.window import Handed
 
 
 class Objectives:
@@ -61,9 +61,7 @@ class Objectives:
 
     def make(
         self,
-        inputs: Any,
-        targets: Any,
-        layout: Layout,
+        handed: Handed,
         *,
         training: bool,
         scale: float = 1.0,
@@ -72,29 +70,32 @@ class Objectives:
         """The objective of one global batch; starts adding up its weights.
 
         Args:
-            inputs: all rows, as at capture.
-            targets: all rows.
-            layout: the rows of the step.
+            handed: what this rank has of it.
             training: or evaluation.
             scale: of the loss in the backward.
             metrics: compute them too.
         """
 
+        def own_targets(where: slice) -> Any:
+            return rows_of(handed.targets, handed.window.local(where))
+
+        def inputs_of(where: slice) -> Any:
+            return self._graph.rows_of_inputs(handed.inputs, handed.window.local(where))
+
         def targets_of(where: slice) -> Any:
-            piece = rows_of(targets, where)
+            piece = own_targets(where)
             if isinstance(piece, torch.Tensor):
                 return piece.to(self._device)
             return pytree.tree_map_only(torch.Tensor, lambda t: t.to(self._device), piece)
 
-        inputs_of = functools.partial(self._graph.rows_of_inputs, inputs)
-        weights = piece_weights(layout, self._weight, inputs_of, targets)
+        weights = piece_weights(handed.layout, self._weight, inputs_of, own_targets)
         total = torch.tensor(sum(weights.values()), dtype=torch.float64).to(self._device)
         pending = self._transport.sum(total, self._ranks)
         loss_of = functools.partial(self._loss_of, training)
         probe = None
         if not self._loss_is_known:
             self._loss_is_known = True
-            probe = self._probe(loss_of, inputs_of, targets)
+            probe = self._probe(loss_of, inputs_of, own_targets)
         ready = functools.cache(pending.wait)
         sums = None
         if metrics and self._metrics:
@@ -107,12 +108,15 @@ class Objectives:
             return self._graph.loss_of_results(results, targets, training=training)
 
     def _probe(
-        self, loss_of: LossOfResults, inputs_of: Callable[[slice], Any], targets: Any
+        self,
+        loss_of: LossOfResults,
+        inputs_of: Callable[[slice], Any],
+        targets_of: Callable[[slice], Any],
     ) -> Probe:
         def weight_of(where: slice) -> float:
             if self._weight is None:
                 return float(where.stop - where.start)
-            return float(self._weight(inputs_of(where), rows_of(targets, where)))
+            return float(self._weight(inputs_of(where), targets_of(where)))
 
         def probe(rows: slice, results: Any, piece_targets: Any, loss: torch.Tensor) -> None:
             with random_state_kept(self._device):

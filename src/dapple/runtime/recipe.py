@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -153,26 +153,3 @@ class _StandIns(Parameters):
     @staticmethod
     def _one() -> nn.Parameter:
         return nn.Parameter(torch.zeros(2, 2))  # two dimensions, as Muon wants them
-
-
-def batches(job: Job, split: str) -> Iterator[tuple[Any, Any]]:
-    """The job's batches of a split, the same on every rank.
-
-    Raises:
-        InputError: the data factory is missing or refuses its arguments.
-    """
-    function = load_function(job.data.factory)
-    training = job.training
-    try:
-        found = function(
-            split,
-            global_batch_size=training.global_batch_size,
-            seed=training.seed,
-            **job.data.arguments,
-        )
-        return iter(found)
-    except TypeError as error:
-        raise InputError(
-            f'data factory "{job.data.factory}" can not be used: {error}; it is called as '
-            "factory(split, global_batch_size=..., seed=..., **arguments) and returns batches"
-        ) from error

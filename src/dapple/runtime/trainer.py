@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dapple.errors import InputError
 from dapple.graph import LayerGraph, SeedLayer
 from dapple.records import Plan, Timeline
 from dapple.runtime.agreement import check_same_batch, global_loss
@@ -52,6 +53,7 @@ from dapple.runtime.transport import Transport
 from dapple.runtime.update import Update, Verdict
 from dapple.runtime.watch import Watch, watch_ranks
 from dapple.runtime.weights import write_weights
+from dapple.runtime.window import Handed, Window, own_parts
 from dapple.runtime.wiring import check_model, connect, tied_ranks
 
 
@@ -220,8 +222,27 @@ class Trainer:
         """This rank."""
         return self.topology.rank
 
+    def own_rows(self, global_batch_size: int) -> list[int]:
+        """The rows of a global batch that this rank reads, ascending; see `step`.
+
+        A rank that reads none, in the middle of the pipeline, has row 0, so that there is something
+        to collate; it is not looked at.
+        """
+        reads = self.parts.training.reads_inputs | self.parts.evaluation.reads_inputs
+        batched = {spec.name for spec in self._graph.inputs if spec.batched}
+        if not (self.topology.is_last or reads & batched):
+            return [0]
+        parts = own_parts(self._layout_for(global_batch_size, ()))
+        return [row for start, stop in parts for row in range(start, stop)] or [0]
+
     def step(
-        self, inputs: Any, targets: Any = None, *, update: bool = True, metrics: bool = False
+        self,
+        inputs: Any,
+        targets: Any = None,
+        *,
+        update: bool = True,
+        metrics: bool = False,
+        global_batch_size: int | None = None,
     ) -> StepResult:
         """Train on one global batch.
 
@@ -231,33 +252,34 @@ class Trainer:
             update: sum gradients and update parameters. False: only accumulate; the next call with
                 True updates with the sum of both batches' gradients.
             metrics: compute the trainer's metrics too, on the outputs in training mode.
+            global_batch_size: inputs and targets hold the rows of `own_rows` only, of a global
+                batch of so many; None: they hold all rows.
 
         Raises:
             InputError: the batch does not fit the captured model.
         """
-        named, layout = self._prepare(inputs, targets)
+        handed = self._prepare(inputs, targets, global_batch_size)
         with self._watch.guard():
             self._progress.set("barrier", None)
-            check_same_batch(layout, self._transport, self.device)
-            return self._step(named, layout, inputs, targets, update, metrics)
+            check_same_batch(handed.layout, self._transport, self.device)
+            return self._step(handed, update, metrics)
 
-    def evaluate(self, inputs: Any, targets: Any = None) -> Evaluation:
+    def evaluate(
+        self, inputs: Any, targets: Any = None, *, global_batch_size: int | None = None
+    ) -> Evaluation:
         """The loss on one global batch in evaluation mode, and the metrics; changes nothing.
 
         Args:
-            inputs: as for `step`.
-            targets: as for `step`.
+            inputs, targets, global_batch_size: as for `step`.
         """
-        named, layout = self._prepare(inputs, targets)
+        handed = self._prepare(inputs, targets, global_batch_size)
         with self._watch.guard():
             self._progress.set("barrier", None)
-            check_same_batch(layout, self._transport, self.device)
-            batch = self._batch(named)
+            check_same_batch(handed.layout, self._transport, self.device)
+            batch = self._batch(handed)
             if self.topology.is_last:
-                batch.objective = self._objectives.make(
-                    inputs, targets, layout, training=False, metrics=True
-                )
-            self._evaluator.run(batch, layout)
+                batch.objective = self._objectives.make(handed, training=False, metrics=True)
+            self._evaluator.run(batch, handed.layout)
             return Evaluation(*self._global_loss(batch))
 
     def predict(self, inputs: Any) -> Any:
@@ -272,12 +294,13 @@ class Trainer:
         Raises:
             InputError: the rows of some output do not lie in one dimension.
         """
-        named, layout = self._prepare(inputs, None)
+        handed = self._prepare(inputs, None)
+        layout = handed.layout
         outputs = Outputs(self._graph.output_specs(training=False), layout.global_batch_size)
         with self._watch.guard():
             self._progress.set("barrier", None)
             check_same_batch(layout, self._transport, self.device)
-            batch = self._batch(named)
+            batch = self._batch(handed)
             batch.outputs = outputs if self.topology.is_last else None
             self._evaluator.run(batch, layout)
             self._progress.set("allreduce", None)
@@ -334,25 +357,17 @@ class Trainer:
             self._progress.set("save weights", None)
             write_weights(self.state_dict(), Path(path), self.rank)
 
-    def _step(
-        self,
-        named: dict[str, Any],
-        layout: Layout,
-        inputs: Any,
-        targets: Any,
-        update: bool,
-        metrics: bool,
-    ) -> StepResult:
+    def _step(self, handed: Handed, update: bool, metrics: bool) -> StepResult:
         begin = time.perf_counter()
         self._recorder.start()
         self._gradients.attach()
         if self._fresh:
             self._gradients.zero()
-        batch = self._batch(named)
+        layout, batch = handed.layout, self._batch(handed)
         if self.topology.is_last:
             scale = 1.0 if self.scaler is None else self.scaler.get_scale()
             batch.objective = self._objectives.make(
-                inputs, targets, layout, training=True, scale=scale, metrics=metrics
+                handed, training=True, scale=scale, metrics=metrics
             )
         step = TrainingStep(
             self._transport,
@@ -401,22 +416,34 @@ class Trainer:
                 self._updating.apply(verdict)
         return verdict
 
-    def _prepare(self, inputs: Any, targets: Any) -> tuple[dict[str, Any], Layout]:
+    def _prepare(self, inputs: Any, targets: Any, global_batch_size: int | None = None) -> Handed:
         named = self._graph.flatten_inputs(inputs)
         lengths = tuple(self._graph.lengths_of(named).items())
-        layout = self._layout_for(self._graph.batch_size(named), lengths)
-        check_targets(targets, layout.global_batch_size)
-        return named, layout
+        rows = self._graph.batch_size(named)
+        check_targets(targets, rows)
+        if global_batch_size is None:
+            return Handed(inputs, targets, named, self._layout_for(rows, lengths), Window())
+        if global_batch_size < 1:
+            raise InputError(f"global_batch_size is {global_batch_size}; it must be at least 1")
+        wanted = self.own_rows(global_batch_size)
+        if rows != len(wanted):
+            raise InputError(
+                f"rank {self.rank} was handed {rows} rows but reads {len(wanted)} of a global batch "
+                f"of {global_batch_size}; hand it those of `own_rows`, or all without "
+                "global_batch_size"
+            )
+        layout = self._layout_for(global_batch_size, lengths)
+        return Handed(inputs, targets, named, layout, Window(own_parts(layout)))
 
-    def _batch(self, named: dict[str, Any]) -> Batch:
+    def _batch(self, handed: Handed) -> Batch:
         wanted = self.parts.training.reads_inputs | self.parts.evaluation.reads_inputs
         placed = {
             name: value.to(self.device) if isinstance(value, torch.Tensor) else value
-            for name, value in named.items()
+            for name, value in handed.named.items()
             if name in wanted
         }
         batched = frozenset(spec.name for spec in self._graph.inputs if spec.batched)
-        return Batch(placed, batched)
+        return Batch(placed, batched, handed.window)
 
     def _global_loss(self, batch: Batch, metrics: bool = True) -> tuple[float, dict[str, float]]:
         self._progress.set("allreduce", None)

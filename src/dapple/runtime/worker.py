@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,10 @@ from dapple.errors import InputError
 from dapple.graph import LayerGraph, capture
 from dapple.job import Job
 from dapple.records import Plan, Timeline
+from dapple.runtime.data import JobData, Step
 from dapple.runtime.optimizers import Parameters
 from dapple.runtime.process import default_device, ensure_process_group
 from dapple.runtime.recipe import (
-    batches,
     metrics_of,
     optimizer_factory,
     scheduler_factory,
@@ -122,12 +122,13 @@ def _captured(job: Job) -> tuple[Workload, LayerGraph]:
 
 
 class _Data:
-    """The job's batches: for training without end, for validation a few."""
+    """The job's data, made before the trainer: a mistake in it is no failure of a rank."""
 
     def __init__(self, job: Job) -> None:
-        self.training = batches(job, "train")
-        count = job.data.validation_batches
-        self.validation = list(itertools.islice(batches(job, "validation"), count))
+        self.training = JobData(job, "train")
+        self.validation_batches = job.data.validation_batches
+        if self.validation_batches:
+            self.validation = JobData(job, "validation")
 
 
 class _Run:
@@ -137,8 +138,11 @@ class _Run:
         self._trainer = trainer
         self._log = log
         self._every = job.training.validate_every
-        self._data = data.training
-        self._validation = data.validation
+        self._data = data.training.steps(trainer)
+        self._validation: list[Step] = []
+        if data.validation_batches:
+            steps = data.validation.steps(trainer)
+            self._validation = list(itertools.islice(steps, data.validation_batches))
         self._peak_bytes: int | None = None
         self._timelines: list[Timeline] = []
 
@@ -162,18 +166,26 @@ class _Run:
             ordered = sorted(self._timelines, key=lambda timeline: timeline.step_seconds)
             ordered[len(ordered) // 2].save(folder / "timeline.json")
 
-    def _step(self, step: int, batch: Any) -> StepResult:
+    def _step(self, step: int, batch: Step) -> StepResult:
         if step != 2:
-            return self._trainer.step(*batch)
+            return self._trained(batch)
         # The meter slows a step down; in the second the optimizer's state is there already.
         with self._trainer.measure_memory() as meter:
-            result = self._trainer.step(*batch)
+            result = self._trained(batch)
         self._peak_bytes = meter.peak_bytes
         return result
 
+    def _trained(self, batch: Step) -> StepResult:
+        return self._trainer.step(
+            batch.inputs, batch.targets, global_batch_size=batch.global_batch_size
+        )
+
     def _validate(self, step: int) -> None:
         if self._validation:
-            found = [self._trainer.evaluate(*batch) for batch in self._validation]
+            found = [
+                self._trainer.evaluate(b.inputs, b.targets, global_batch_size=b.global_batch_size)
+                for b in self._validation
+            ]
             means = {
                 f"validation_{name}": statistics.fmean(one.metrics[name] for one in found)
                 for name in found[0].metrics
