@@ -12,7 +12,7 @@ from dapple.errors import DappleError, FileError
 from dapple.files import describe_validation, read_text
 from dapple.planner import PLANNERS
 from dapple.planner.problem import OPTIMIZER_STATE
-from dapple.schedule import SCHEDULES
+from dapple.schedule import SCHEDULES, is_file
 from dapple.units import parse_bytes
 
 Count = Annotated[int, Field(ge=1)]
@@ -72,6 +72,12 @@ def _known(kind: str, names: tuple[str, ...]) -> AfterValidator:
 
 
 FunctionPath = Annotated[str, AfterValidator(_function)]
+
+
+def _schedule(value: str) -> str:
+    if value not in SCHEDULES and not is_file(value):
+        raise ValueError(f"unknown schedule; known: {', '.join(SCHEDULES)}, or a .csv file")
+    return value
 
 
 class _Section(BaseModel):
@@ -140,7 +146,7 @@ class PlanSection(_Section):
     file: str = "auto"
     micro_batch_size: Count | None = None
     planner: Annotated[str, _known("planner", PLANNERS)] = "dapple"
-    schedule: Annotated[str, _known("schedule", SCHEDULES)] = "early-backward"
+    schedule: Annotated[str, AfterValidator(_schedule)] = "early-backward"
     recompute: bool = False
     profile_batch_sizes: Annotated[tuple[Count, ...], AfterValidator(_ascending)] = (1, 2, 4, 8)
 

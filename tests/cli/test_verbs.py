@@ -12,7 +12,7 @@ import pytest
 from dapple.cluster import load_cluster
 from dapple.records import ModelProfile, Plan, Timeline, load_record
 from dapple.records.base import validate_record
-from tests.cli.command import succeeds
+from tests.cli.command import refuses, succeeds
 
 JOB = """
 name = "tiny"
@@ -112,6 +112,29 @@ def test_simulate_writes_a_trace_and_prints_the_timeline(plan_file, profile_file
     assert timeline.in_flight == tuple(stage.warmup for stage in stages)
     events = json.loads(trace.read_text())["traceEvents"]
     assert {e["ph"] for e in events} >= {"M", "X", "b", "e"}
+
+
+def test_schedules_go_out_to_a_file_and_come_back(plan_file, profile_file, tmp_path):
+    """PyTorch's CSV of zero bubble gives zero bubble's step."""
+    path = tmp_path / "own.csv"
+    simulate = ("simulate", plan_file, "--profile", profile_file, "--schedule")
+    first = succeeds(*simulate, "zero-bubble", "--export-schedule", path)
+    assert "gradients of inputs" in first
+    assert "0I0" in path.read_text()
+    again = json.loads(succeeds(*simulate, path, "--json"))
+    named = json.loads(succeeds(*simulate, "zero-bubble", "--json"))
+    assert again == named
+
+
+def test_plan_makes_virtual_stages_on_request(profile_file, tmp_path):
+    """Two per device for interleaved; refused where the layers do not suffice."""
+    common = ("plan", "--profile", profile_file, "--cluster", "config-a:1x2")
+    common += ("--global-batch-size", 8, "--planner", "straight", "--micro-batch-size", 2)
+    shown = json.loads(succeeds(*common, "--schedule", "interleaved", "--json"))
+    assert (shown["virtual"], len(shown["stages"])) == (2, 4)
+    assert "use fewer virtual stages" in refuses(
+        *common, "--schedule", "interleaved", "--virtual", 9
+    )
 
 
 def test_simulate_runs_another_schedule_network_and_cluster(plan_file, profile_file):

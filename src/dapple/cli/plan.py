@@ -32,7 +32,12 @@ def plan(
         ),
     ] = "dapple",
     optimizer: Annotated[str, typer.Option(help="Whose state takes memory.")] = "adamw",
-    schedule: Annotated[str, typer.Option(help="early-backward or gpipe.")] = "early-backward",
+    schedule: Annotated[
+        str, typer.Option(help="early-backward, gpipe, interleaved or zero-bubble.")
+    ] = "early-backward",
+    virtual: Annotated[
+        int | None, typer.Option(help="Stages per device; 2 for interleaved, else 1 by default.")
+    ] = None,
     network_model: Annotated[
         str | None, typer.Option(help="shared or paper; the cluster's by default.")
     ] = None,
@@ -78,6 +83,7 @@ def plan(
         network_model=network_model,
         warmup=warmup,
         recompute=recompute,
+        virtual=virtual,
     )
     if output is not None:
         result.plan.save(output)
@@ -89,7 +95,9 @@ def plan(
         console.print(str(refusal))
     console.print(plan_table(result.plan))
     console.print(pipeline_drawing(simulate(result.plan, costs), width=console.width))
-    if explain:
+    if explain and (schedule not in ("early-backward", "gpipe") or result.plan.virtual > 1):
+        console.print(f"--explain knows early-backward and gpipe only, not {schedule}")
+    elif explain:
         problem = Problem(
             costs,
             machines,

@@ -39,6 +39,7 @@ def simulate(
 
     Example: dapple simulate plan.json --profile profile.json --schedule gpipe --trace step.json
     """
+    from dapple.planner.reschedule import rescheduled
     from dapple.records import Plan, load_record
     from dapple.reporting import chrome_trace, pipeline_drawing, plan_table
     from dapple.schedule import save_schedule
@@ -52,6 +53,10 @@ def simulate(
     common.check_rows(found.global_batch_size, f"{plan}: global batch size")
     costs = common.read_profile(profile, profile_batch_size)
     machines = common.find_cluster(cluster) if cluster is not None else None
+    if schedule == "interleaved" and found.virtual == 1:
+        found = rescheduled(found, costs, schedule, virtual=2)
+        if not as_json:
+            common.console().print("layers cut anew for 2 virtual stages per device")
     timeline = run(found, costs, schedule=schedule, cluster=machines, network_model=network_model)
     if trace is not None:
         common.write_json(trace, chrome_trace(timeline))

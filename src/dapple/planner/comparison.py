@@ -8,10 +8,11 @@ from typing import Any
 
 from dapple.cluster import Cluster
 from dapple.costs import CostModel
-from dapple.errors import MemoryPlanError
+from dapple.errors import MemoryPlanError, PlanError
 from dapple.planner.baselines import data_parallel
 from dapple.planner.problem import Layout, Problem
 from dapple.planner.refusal import Refusal
+from dapple.planner.reschedule import rescheduled
 from dapple.planner.search import PLANNERS, search
 from dapple.records import ModelProfile, Plan
 from dapple.simulator import predict, step_seconds
@@ -88,6 +89,7 @@ def compare(
     rows = [_row(name, profile, cluster, global_batch_size, options) for name in PLANNERS]
     problem = Problem(profile, cluster, global_batch_size, **options)
     rows.append(_no_overlap_row(problem))
+    rows += _under_other_schedules(rows[0], profile)
     order = {row.planner: n for n, row in enumerate(rows)}
 
     def rank(row: Compared) -> tuple[float, int]:
@@ -105,14 +107,37 @@ def _row(
         plan = search(profile, cluster, batch, planner=planner, **options).plan
     except MemoryPlanError as error:
         return Compared(planner, refused=str(error))
-    assert plan.predicted is not None, "a search predicts its plan"
+    return _exposed(planner, plan, profile)
+
+
+def _under_other_schedules(row: Compared, profile: ModelProfile) -> list[Compared]:
+    """The first row's stages and micro-batches under the other schedules."""
+    if row.plan is None or row.plan.num_stages == 1:
+        return []
+    rows = []
+    for schedule, virtual in (("gpipe", 1), ("interleaved", 2), ("zero-bubble", 1)):
+        name = f"{row.planner} {schedule}"
+        try:
+            plan = rescheduled(row.plan, profile, schedule, virtual)
+        except PlanError as error:
+            rows.append(Compared(name, refused=str(error)))
+            continue
+        note = "the same stages" if virtual == 1 else "the same devices, layers cut anew"
+        rows.append(_exposed(name, plan, profile, f"{note}, {schedule}"))
+    return rows
+
+
+def _exposed(name: str, plan: Plan, profile: ModelProfile, note: str = "") -> Compared:
+    """A plan with what of its step is neither computing nor waiting for that."""
+    assert plan.predicted is not None, "a plan to compare is predicted"
     seconds = plan.predicted.step_seconds
     without = [max(0.0, seconds - _seconds(plan, other)) for other in _freed(profile)]
     return Compared(
-        planner,
+        name,
         plan,
         exposed_allreduce_seconds=without[0],
         exposed_transfer_seconds=without[1],
+        note=note,
     )
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from dapple.cluster import Cluster
-from dapple.errors import InputError, MemoryPlanError
+from dapple.errors import InputError, MemoryPlanError, PlanError
 from dapple.planner.baselines import BASELINES, FIXED_SCHEDULES, candidates
 from dapple.planner.bounds import layout_bounds
 from dapple.planner.certificate import lower_bound
@@ -17,8 +18,10 @@ from dapple.planner.exact import families, in_order
 from dapple.planner.general import GeneralSearch
 from dapple.planner.problem import Layout, Problem
 from dapple.planner.refusal import Refusal
+from dapple.planner.reschedule import RESCHEDULED, rescheduled
 from dapple.planner.warmup import tune_warmup
 from dapple.records import ModelProfile, Plan, StagePlan
+from dapple.schedule import SCHEDULES, is_file
 from dapple.simulator import predict
 
 PLANNERS = ("dapple", *BASELINES)
@@ -87,6 +90,7 @@ def make_plan(
     network_model: str | None = None,
     warmup: str | None = None,
     recompute: bool = False,
+    virtual: int | None = None,
 ) -> Plan:
     """The plan with the shortest simulated step among those that fit.
 
@@ -97,10 +101,13 @@ def make_plan(
         micro_batch_size: rows of a micro-batch before the replica split; None: chosen.
         planner: "dapple" searches; the other `PLANNERS` are there to compare with.
         optimizer: "adamw", "sgd", ...; its state counts against the memory.
-        schedule: "early-backward" or "gpipe".
+        schedule: one of `dapple.schedule.SCHEDULES`; plans for "interleaved" and "zero-bubble" are
+            found under early backward and ranked under their own schedule, as are those for the
+            schedule of a CSV file, which must have the rows and micro-batches of one of them.
         network_model: "shared" or "paper"; None: the cluster's.
         warmup: policy "A" or "B", or "tuned": the smallest K_i with the best step; None: best.
         recompute: stages may run their forwards again where memory is short.
+        virtual: stages per device, for "interleaved" (None: 2) and "gpipe" (None: 1).
 
     Returns:
         A plan with its prediction. Ties go to fewer stages; the same input gives the same plan.
@@ -120,6 +127,7 @@ def make_plan(
         network_model=network_model,
         warmup=warmup,
         recompute=recompute,
+        virtual=virtual,
     ).plan
 
 
@@ -135,6 +143,7 @@ def search(
     network_model: str | None = None,
     warmup: str | None = None,
     recompute: bool = False,
+    virtual: int | None = None,
     options: SearchOptions | None = None,
 ) -> SearchResult:
     """Like `make_plan`, with the candidates that lost and the reasons why others were refused.
@@ -147,6 +156,28 @@ def search(
     options = options or SearchOptions()
     if planner not in PLANNERS:
         raise InputError(f'planner "{planner}" is unknown; known: {", ".join(PLANNERS)}')
+    if schedule not in SCHEDULES and not is_file(schedule):
+        raise InputError(
+            f'schedule "{schedule}" is unknown; known: {", ".join(SCHEDULES)}, or a .csv file'
+        )
+    if virtual is None:
+        virtual = 2 if schedule == "interleaved" else 1
+    if virtual < 1:
+        raise InputError(f"{virtual} stages per device are impossible; use at least 1")
+    if schedule in RESCHEDULED or virtual > 1 or is_file(schedule):
+        found = _base_plans(
+            profile,
+            cluster,
+            global_batch_size,
+            planner,
+            options,
+            micro_batch_size=micro_batch_size,
+            optimizer=optimizer,
+            network_model=network_model,
+            warmup=warmup,
+            recompute=recompute,
+        )
+        return _best_under(found, profile, schedule, virtual)
     problem = Problem(
         profile,
         cluster,
@@ -175,6 +206,57 @@ def search(
     plan = plan.model_copy(update={"predicted": predicted})
     refusals = tuple(run.refusals[n] for n in run.refusals if n not in run.candidates)
     return SearchResult(plan, run.candidates, refusals)
+
+
+def _base_plans(
+    profile: ModelProfile,
+    cluster: Cluster,
+    global_batch_size: int,
+    planner: str,
+    options: SearchOptions,
+    **arguments: Any,
+) -> list[SearchResult]:
+    """Plans for early backward to put under another schedule: the planner's, and straight ones."""
+    found = []
+    for name in dict.fromkeys([planner, *(("straight", "even") if planner == "dapple" else ())]):
+        try:
+            result = search(
+                profile, cluster, global_batch_size, planner=name, options=options, **arguments
+            )
+        except MemoryPlanError:
+            if name == planner:
+                raise
+            continue
+        found.append(result)
+    return found
+
+
+def _best_under(
+    found: Sequence[SearchResult], profile: ModelProfile, schedule: str, virtual: int
+) -> SearchResult:
+    """The base plan that is fastest under a schedule.
+
+    Raises:
+        PlanError: none can be put under it; says why the first one can not.
+    """
+    made: list[Plan] = []
+    errors: list[PlanError] = []
+    for result in found:
+        try:
+            made.append(rescheduled(result.plan, profile, schedule, virtual))
+        except PlanError as error:
+            errors.append(error)
+    if not made:
+        raise errors[0]
+
+    def rank(plan: Plan) -> tuple[float, int]:
+        assert plan.predicted is not None
+        return plan.predicted.step_seconds, plan.num_stages
+
+    best = min(made, key=rank)
+    note = f"searched under early-backward; the fastest of {len(made)} under {schedule}"
+    plan = best.model_copy(update={"planner": found[0].plan.planner, "notes": (*best.notes, note)})
+    return SearchResult(plan, found[0].candidates, found[0].refusals)
 
 
 @dataclass

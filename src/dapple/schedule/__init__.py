@@ -13,7 +13,7 @@ from dapple.schedule.policies import (
     warmup_counts,
     zero_bubble,
 )
-from dapple.schedule.table import load_schedule, save_schedule
+from dapple.schedule.table import is_file, load_schedule, save_schedule
 
 __all__ = [
     "SCHEDULES",
@@ -28,6 +28,7 @@ __all__ = [
     "early_backward",
     "gpipe",
     "interleaved",
+    "is_file",
     "load_schedule",
     "make_schedule",
     "save_schedule",
