@@ -47,6 +47,11 @@ def main(fault: str, faulty_rank: int) -> None:
             sys.exit(1)
         time.sleep(60)
     progress.set("checkpoint")
+    if fault == "close early" and rank != faulty_rank:
+        progress.set("barrier")
+        dist.barrier()
+    if fault_here == "close early":
+        print(f"wrong at {time.time()}", flush=True)
     _go_wrong_after(fault_here)
     monitor.close()
     print("clean end", flush=True)
@@ -67,7 +72,7 @@ def _one_round(progress: Progress, micro_batch: int, fault: str) -> None:
 
 
 def _go_wrong(fault: str) -> None:
-    if fault == "nothing" or fault.endswith("after"):
+    if fault in ("nothing", "close early") or fault.endswith("after"):
         return
     print(f"wrong at {time.time()}", flush=True)
     if fault.startswith("raise"):

@@ -71,6 +71,7 @@ CASES = [
 
 
 UNGUARDED = Case("torchrun", "raise after", 1, _RAISED)
+DESERTED = Case("torchrun", "close early", 1, "it has closed the run, but rank [02] began another")
 LAUNCHER_KILLED = Case("torchrun", "kill launcher", 1, "")
 CLEAN = [
     Case("torchrun", "nothing", 0, ""),
@@ -130,6 +131,15 @@ def test_an_uncaught_exception_outside_of_the_guard_is_named_too(
 ) -> None:
     for report in _check_reports(case, outcome_of(case)):
         assert (report["micro_batch"], report["action"]) == ("-", "checkpoint")
+
+
+@pytest.mark.parametrize("case", [DESERTED], ids=str)
+def test_a_rank_that_leaves_before_the_others_ends_them_and_itself(
+    case: Case, outcome_of: Outcomes
+) -> None:
+    """As one whose loader has fewer batches; the others would wait for it for ever."""
+    for report in _check_reports(case, outcome_of(case)):
+        assert (report["micro_batch"], report["action"]) == ("-", "close")
 
 
 @pytest.mark.parametrize("case", [LAUNCHER_KILLED], ids=str)

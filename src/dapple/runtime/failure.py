@@ -36,7 +36,15 @@ from dapple.runtime.ending import (
     print_main_stack,
     print_traceback,
 )
-from dapple.runtime.heartbeat import WAITING_ACTIONS, Beat, ProcessName, Progress, Pulses, Watch
+from dapple.runtime.heartbeat import (
+    JOINT_ACTIONS,
+    WAITING_ACTIONS,
+    Beat,
+    ProcessName,
+    Progress,
+    Pulses,
+    Watch,
+)
 from dapple.runtime.noticeboard import Notice, NoticeBoard
 
 __all__ = ["Monitor", "Patience", "Progress"]
@@ -65,6 +73,8 @@ class Patience:
         linger_seconds: how long the rank that reports a failure stays for the others to read it.
         grace_seconds: how long a process may live after its guard() has raised.
         stall_seconds: the run has stalled when no rank begins a new action for so long.
+        deserted_seconds: a rank that waits for all others gives up when one of them has closed for
+            so long.
     """
 
     beat_seconds: float = 0.1
@@ -75,6 +85,7 @@ class Patience:
     linger_seconds: float = 1.5
     grace_seconds: float = 3.0
     stall_seconds: float = 600.0
+    deserted_seconds: float = 3.0
 
 
 class Monitor:
@@ -308,7 +319,7 @@ class Monitor:
         for rank in range(self._world_size) if searching else self._watched:
             if rank != self._rank:
                 self._pulses.see(self._board.read_beat(rank))
-        found = self._silent_rank(searching) or self._stall()
+        found = self._silent_rank(searching) or self._deserted() or self._stall()
         if found is None and searching:
             self._search_left_seconds -= elapsed
             if self._search_left_seconds <= 0:
@@ -343,6 +354,25 @@ class Monitor:
         what = "heartbeat yet" if beat.count < 0 else f"heartbeat for {seconds:.1f} s"
         cause = f"no {what}: the process or its machine was stopped, is unreachable, or has ended"
         return self._notice_about(beat, cause)
+
+    def _deserted(self) -> Notice | None:
+        """The notice about a rank that has left while this one waits for all ranks.
+
+        A rank closes after its last step, and all ranks meet at the start of each: whoever waits
+        there for seconds beside one that has closed waits for a step that will not be.
+        """
+        limit = self._patience.deserted_seconds
+        if self._progress.now[0] not in JOINT_ACTIONS or self._action_seconds < limit:
+            return None
+        for rank in range(self._world_size):
+            beat = self._board.read_beat(rank)
+            if beat.action == "close" and beat.action_seconds >= limit:
+                cause = (
+                    f"it has closed the run, but rank {self._rank} began another step: its data "
+                    "ended before the others'; give every rank as many batches"
+                )
+                return self._notice_about(beat, cause)
+        return None
 
     def _stall(self) -> Notice | None:
         """The notice that nothing moves any more, about a rank that does not wait for another."""

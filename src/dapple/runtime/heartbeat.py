@@ -19,6 +19,9 @@ from pathlib import Path
 # A rank in one of these waits for others, and is not the one to blame when nothing moves.
 WAITING_ACTIONS = frozenset({"send", "receive", "allreduce", "barrier", "close"})
 
+# In one of these a rank waits for all others: one of them that has left will not come.
+JOINT_ACTIONS = frozenset({"barrier", "save weights", "write results"})
+
 
 class Progress:
     """The last action of a rank, for the reports of this rank and of the others.
