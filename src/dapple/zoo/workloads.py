@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
 from dapple.errors import InputError
 from dapple.workload import Workload
+from dapple.zoo.benchmarks import BENCHMARKS
+from dapple.zoo.examples import integers, normal
 from dapple.zoo.gpt import GPT, next_byte_loss, unmasked_tokens
 from dapple.zoo.mlp import MLP, mean_squared_error
 from dapple.zoo.skip import SkipNet
@@ -29,8 +28,8 @@ def gpt_workload(
     return Workload(
         name="gpt",
         model=GPT(vocab, width, layers, heads, context, dropout),
-        inputs=lambda rows: (_integers(0, vocab, (rows, context), salt=0),),
-        targets=lambda rows: _integers(0, vocab, (rows, context), salt=1),
+        inputs=lambda rows: (integers(0, vocab, (rows, context), salt=0),),
+        targets=lambda rows: integers(0, vocab, (rows, context), salt=1),
         loss=next_byte_loss,
         weight=unmasked_tokens,
     )
@@ -42,8 +41,8 @@ def mlp_workload(inputs: int = 32, width: int = 64, outputs: int = 16, hidden: i
     return Workload(
         name="mlp",
         model=model,
-        inputs=lambda rows: (_normal(model, (rows, inputs), salt=0),),
-        targets=lambda rows: _normal(model, (rows, outputs), salt=1),
+        inputs=lambda rows: (normal(model, (rows, inputs), salt=0),),
+        targets=lambda rows: normal(model, (rows, outputs), salt=1),
         loss=mean_squared_error,
     )
 
@@ -55,16 +54,16 @@ def skipnet_workload(width: int = 32, layers: int = 6, outputs: int = 8) -> Work
         name="skipnet",
         model=model,
         inputs=lambda rows: (
-            _normal(model, (rows, width), salt=0),
-            _integers(1, width + 1, (rows,), salt=2),
+            normal(model, (rows, width), salt=0),
+            integers(1, width + 1, (rows,), salt=2),
         ),
-        targets=lambda rows: _normal(model, (rows, outputs), salt=1),
+        targets=lambda rows: normal(model, (rows, outputs), salt=1),
         loss=mean_squared_error,
     )
 
 
 ZOO: Mapping[str, Callable[..., Workload]] = MappingProxyType(
-    {"gpt": gpt_workload, "mlp": mlp_workload, "skipnet": skipnet_workload}
+    {"gpt": gpt_workload, "mlp": mlp_workload, "skipnet": skipnet_workload, **BENCHMARKS}
 )
 """Name -> factory of a workload."""
 
@@ -95,13 +94,3 @@ def make_workload(name: str, **arguments: Any) -> Workload:
         raise InputError(
             f'model "{name}" cannot be built with {arguments}: {str(error).splitlines()[0]}'
         ) from error
-
-
-def _integers(low: int, high: int, shape: tuple[int, ...], salt: int) -> Tensor:
-    return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(salt))
-
-
-def _normal(model: nn.Module, shape: tuple[int, ...], salt: int) -> Tensor:
-    # In the model's dtype at the time of the call: after `model.double()` the inputs are double.
-    dtype = next(model.parameters()).dtype
-    return torch.randn(shape, generator=torch.Generator().manual_seed(salt)).to(dtype)
