@@ -39,9 +39,11 @@ def test_every_workload_gives_each_parameter_a_finite_gradient_in_its_dtype(name
     loss.backward()
     assert loss.dtype == torch.float64
     assert loss.shape == ()
-    for parameter in workload.model.parameters():
+    for place, parameter in workload.model.named_parameters():
         assert torch.isfinite(parameter.grad).all()
-        assert parameter.grad.abs().max() > 0
+        # A bias that shifts the scores of all tokens alike changes no softmax over tokens.
+        if not (place == "head.bias" and name.startswith(("bert", "xlnet"))):
+            assert parameter.grad.abs().max() > 0
 
 
 @pytest.mark.parametrize("name", ZOO)
