@@ -42,4 +42,11 @@ SHARDED_RUNS: list[Run] = [
     Run("skip", (2, 1, 2), 5, 13, optimizer="sgd", shard="optimizer"),
 ]
 
-ALL_RUNS: list[Run] = PAIRWISE_RUNS + ODD_RUNS + SHARDED_RUNS
+# Messages of several stages in one queue, tied weights and skips across them, and split backwards.
+SCHEDULE_RUNS: list[Run] = [
+    Run("gpt", (2, 1), 5, 13, optimizer="sgd", schedule="interleaved", virtual=2),
+    Run("skip", (1, 1), 4, 12, schedule="interleaved", virtual=3),
+    Run("gpt", (1, 2), 4, 13, schedule="zero-bubble"),
+]
+
+ALL_RUNS: list[Run] = PAIRWISE_RUNS + ODD_RUNS + SHARDED_RUNS + SCHEDULE_RUNS
