@@ -106,4 +106,4 @@ def test_dapple_is_never_behind_and_overlap_never_costs(
         assert 0 <= row.exposed_transfer_seconds <= step * (1 + 1e-9)
         assert ours is not None
         # Its own stages under another schedule may well be faster.
-        assert ours <= step * (1 + 1e-9) or name.startswith("dapple ")
+        assert ours <= step * (1 + 1e-9) or name.startswith("dapple:")

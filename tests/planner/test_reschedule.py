@@ -104,10 +104,10 @@ def test_a_comparison_shows_the_plan_under_the_other_schedules():
     """The same devices and micro-batches, simulated in the same way."""
     profile = with_memory(chain([1.0] * 8, [2.0] * 8, bytes_per_row=1.0, parameter_bytes=100 << 20))
     rows = {row.planner: row for row in compare(profile, FAST, 4, micro_batch_size=1)}
-    found = {name: row.plan for name, row in rows.items() if name.startswith("dapple ")}
-    assert set(found) == {"dapple gpipe", "dapple interleaved", "dapple zero-bubble"}
+    found = {name: row.plan for name, row in rows.items() if name.startswith("dapple:")}
+    assert set(found) == {"dapple:gpipe", "dapple:interleaved", "dapple:zero-bubble"}
     for name, made in found.items():
         assert made is not None
-        assert made.schedule == name.split()[1]
+        assert made.schedule == name.split(":")[1]
         expected = simulate(made, profile).step_seconds
         assert rows[name].step_seconds == pytest.approx(expected)
