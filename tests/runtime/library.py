@@ -100,10 +100,11 @@ def _gpt2() -> nn.Module:
     return transformers.GPT2LMHeadModel(config)
 
 
-def _bert(head: str) -> nn.Module:
+def _bert(head: str, layers: int = 2) -> nn.Module:
     transformers = pytest.importorskip("transformers")
     drops = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return getattr(transformers, head)(transformers.BertConfig(**SMALL, **drops))
+    sizes = {**SMALL, "num_hidden_layers": layers}
+    return getattr(transformers, head)(transformers.BertConfig(**sizes, **drops))
 
 
 def _llama() -> nn.Module:
@@ -197,9 +198,10 @@ MODELS = {
     "gpt2": LibraryModel(_gpt2, _causal, 6, _next_token_loss, _shifted),
     "llama": LibraryModel(_llama, _causal, 5, _next_token_loss, _shifted),
     "bert-masked": LibraryModel(
-        functools.partial(_bert, "BertForMaskedLM"),
+        # As many layers as six virtual stages need.
+        functools.partial(_bert, "BertForMaskedLM", 4),
         _masked,
-        4,
+        6,
         weight=lambda inputs, _: (inputs["labels"] != -100).sum(),
     ),
     "bert-questions": LibraryModel(

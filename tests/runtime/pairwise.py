@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 Choice = tuple[str, Hashable]
 
 
-def pairwise(factors: Mapping[str, Sequence[Hashable]]) -> list[dict[str, Hashable]]:
+def pairwise(
+    factors: Mapping[str, Sequence[Hashable]],
+    never: Callable[[Choice, Choice], bool] = lambda one, other: False,
+) -> list[dict[str, Hashable]]:
     """Rows of one value per factor in which every two values of different factors meet.
 
     Greedy: each row starts with a pair not seen yet, and takes for each other factor, in turn, the
     value that adds most new pairs. The same rows at every call.
+
+    Args:
+        factors: the values of each.
+        never: which two choices, in the order of the factors, are left out; each factor needs a
+            value that goes with all others.
     """
-    waiting = dict.fromkeys(all_pairs(factors))
+    waiting = dict.fromkeys(pair for pair in all_pairs(factors) if not never(*pair))
     rows: list[dict[str, Hashable]] = []
     while waiting:
         row: dict[str, Hashable] = dict(next(iter(waiting)))
@@ -22,7 +30,11 @@ def pairwise(factors: Mapping[str, Sequence[Hashable]]) -> list[dict[str, Hashab
             if name not in row:
                 chosen = list(row.items())
                 row[name] = max(
-                    factors[name],
+                    [
+                        value
+                        for value in factors[name]
+                        if not any(never(*_pair(c, (name, value), factors)) for c in chosen)
+                    ],
                     key=lambda value, n=name, c=chosen: sum(
                         _pair(other, (n, value), factors) in waiting for other in c
                     ),

@@ -156,7 +156,7 @@ def run_threads(world_size: int, function: Callable[[ThreadTransport], Any]) -> 
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(TIME_LIMIT)
+        thread.join(TIME_LIMIT + 10)
         assert not thread.is_alive(), "a rank hangs"
     if errors:
         raise errors[0]
