@@ -28,7 +28,7 @@ def plan(
     planner: Annotated[
         str,
         typer.Option(
-            help="dapple, or a baseline: dp, straight, even, gpipe, torchgpipe, pipedream, hpgo."
+            help="dapple, or a baseline: dp, straight, even, gpipe, torchgpipe, pipedream, hpgo, paper."
         ),
     ] = "dapple",
     optimizer: Annotated[str, typer.Option(help="Whose state takes memory.")] = "adamw",

@@ -16,6 +16,7 @@ from dapple.planner.certificate import lower_bound
 from dapple.planner.estimate import estimate_seconds
 from dapple.planner.exact import families, in_order
 from dapple.planner.general import GeneralSearch
+from dapple.planner.paper import printed_seconds
 from dapple.planner.problem import Layout, Problem
 from dapple.planner.refusal import Refusal
 from dapple.planner.reschedule import RESCHEDULED, rescheduled
@@ -198,12 +199,14 @@ def search(
     if run.best is None:
         raise MemoryPlanError(_nothing_fits(run.refusals.values()))
     plan = problem.plan(run.best.layout, run.best.stages, planner)
-    plan = plan.model_copy(update={"notes": _notes(problem)})
     predicted = predict(plan, profile)
+    notes = _notes(problem)
+    if planner == "paper":
+        notes += (_printed(problem, run.best.layout, predicted.step_seconds),)
     if planner == "dapple" and options.certificate:
         bound = lower_bound(problem, predicted.step_seconds, plan.num_micro_batches)
         predicted = predicted.model_copy(update={"lower_bound_seconds": bound})
-    plan = plan.model_copy(update={"predicted": predicted})
+    plan = plan.model_copy(update={"predicted": predicted, "notes": notes})
     refusals = tuple(run.refusals[n] for n in run.refusals if n not in run.candidates)
     return SearchResult(plan, run.candidates, refusals)
 
@@ -401,6 +404,15 @@ def _notes(problem: Problem) -> tuple[str, ...]:
             f"{problem.profile.batch_sizes[0]}, the only one in the profile"
         )
     return tuple(notes)
+
+
+def _printed(problem: Problem, layout: Layout, seconds: float) -> str:
+    printed = printed_seconds(problem, layout)
+    ratio = f", {seconds / printed:.3g}x that" if printed > 0 else ""
+    return (
+        f"chosen by the paper's formula as printed, which expects {printed:.4g} s and splits rows "
+        f"evenly, whole or not; the simulated step takes {seconds:.4g} s{ratio}"
+    )
 
 
 def _nothing_fits(refusals: Iterable[Refusal]) -> str:

@@ -124,7 +124,7 @@ class CostTables:
         self.first_rows, self.last_rows = sizes[0], sizes[-1]
         self.num_first = sizes.count(sizes[0])
         self._kinds = network.cluster.kind_of_device()
-        self._layer_seconds: dict[int, tuple[Floats, Floats]] = {}
+        self._layer_seconds: dict[float, tuple[Floats, Floats]] = {}
         self._saved: dict[int, Floats] = {}
         self._seconds: dict[Shares, dict[str, Floats]] = {}
         self._stages: dict[Devices, StageTable] = {}
@@ -175,7 +175,7 @@ class CostTables:
         """Optimizer seconds of the layers before each cut."""
         return _prefix([layer.optimizer_seconds for layer in self.profile.layers])
 
-    def layer_seconds(self, rows: int) -> tuple[Floats, Floats]:
+    def layer_seconds(self, rows: float) -> tuple[Floats, Floats]:
         """Prefix sums of the layers' forward and backward seconds at so many rows."""
         found = self._layer_seconds.get(rows)
         if found is None:
@@ -356,7 +356,7 @@ class CostTables:
         )
 
 
-def all_at(sizes: Sequence[int], values: Floats, rows: int) -> Floats:
+def all_at(sizes: Sequence[int], values: Floats, rows: float) -> Floats:
     """`dapple.costs.seconds_at` for all layers at once: values (N, sizes) -> seconds (N,)."""
     if rows <= 0:
         return np.zeros(len(values))
