@@ -15,6 +15,7 @@ NAMES = {
     "LayerGraph",
     "ModelProfile",
     "Plan",
+    "PlanSampler",
     "Timeline",
     "Trainer",
     "Workload",
