@@ -51,12 +51,14 @@ def test_the_parts_follow_the_formula_for_the_replica_with_most_rows():
         activations=2 * 3 * 200,
         received_inputs=0,
         received_gradients=2 * 3 * 10,
+        sent_gradients=0,
         workspace=3 * 51,
     )
     last = stage_memory(MODEL, STAGES, 1, 7, 1, optimizer_state_factor=1)
     assert last is not None
     assert (last.activations, last.received_inputs) == (7 * 200, 2 * 7 * 10)
-    assert last.total == 2000 * 3 + 1400 + 140 + 7 * 53
+    assert last.sent_gradients == 2 * 7 * 10
+    assert last.total == 2000 * 3 + 1400 + 140 + 140 + 7 * 53
 
 
 def test_activations_grow_with_micro_batches_in_flight_and_with_nothing_else():

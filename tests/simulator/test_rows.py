@@ -160,9 +160,9 @@ def test_peak_memory_counts_what_each_row_holds():
     model = CostModel(profile, FAST)
     parts = [stage_memory(model, made.stages, s, 1, 2 - s) for s in range(2)]
     assert simulate(made, profile).peak_bytes == tuple(p.total for p in parts if p)
-    # Stage 1 holds F0 I0 F1 I1: two micro-batches, each with gradients, 2 in flight + 1 received.
+    # Stage 1 holds F0 I0 F1 I1: two micro-batches, each with gradients, 2 + 1 received, as many sent.
     zero = simulate(made, profile, schedule="zero-bubble").peak_bytes
-    assert zero[1] == 4 * 100 + 4 * 10 + 3 * 3
+    assert zero[1] == 4 * 100 + 4 * 10 + 2 * 3 * 3
     # Stage 0: two in flight, the gradients of one.
     assert zero[0] == 4 * 100 + 3 * 10 + 2 * 3
     folded_plan = interleaved_plan(1, 2, 4)

@@ -23,6 +23,7 @@ class StageMemory:
             recomputed range in full.
         received_inputs: K_i + 1 buffers (rule 4).
         received_gradients: 2 buffers (rule 5).
+        sent_gradients: K_i + 1 that are under way to earlier stages, or may be.
         workspace: the largest of the stage's layers.
     """
 
@@ -32,6 +33,7 @@ class StageMemory:
     activations: int
     received_inputs: int
     received_gradients: int
+    sent_gradients: int
     workspace: int
 
     @property
@@ -42,8 +44,8 @@ class StageMemory:
     @property
     def dynamic(self) -> int:
         """The parts that grow with the rows of a micro-batch."""
-        received = self.received_inputs + self.received_gradients
-        return self.activations + received + self.workspace
+        messages = self.received_inputs + self.received_gradients + self.sent_gradients
+        return self.activations + messages + self.workspace
 
 
 def stage_memory(
@@ -79,7 +81,7 @@ def stage_memory(
     kept = _activation_bytes(model, stage, split[replica], in_flight)
     if kept is None:
         return None
-    inputs, gradients = _received_bytes(model, stages, number, split, replica)
+    inputs, gradients, sent = _boundary_bytes(model, stages, number, split, replica)
     parameters = model.parameter_bytes(stage.start, stage.stop)
     return StageMemory(
         parameters=parameters,
@@ -88,6 +90,7 @@ def stage_memory(
         activations=math.ceil(kept),
         received_inputs=math.ceil((in_flight + 1) * inputs),
         received_gradients=math.ceil(2 * gradients),
+        sent_gradients=math.ceil((in_flight + 1) * sent),
         workspace=math.ceil(model.workspace_bytes(stage.start, stage.stop, split[replica])),
     )
 
@@ -123,11 +126,12 @@ def _bytes_between_ranges(model: CostModel, stage: StagePlan, rows: int) -> floa
     return total
 
 
-def _received_bytes(
+def _boundary_bytes(
     model: CostModel, stages: Sequence[StagePlan], number: int, split: tuple[int, ...], replica: int
-) -> tuple[float, float]:
+) -> tuple[float, float, float]:
+    """Of one micro-batch: received inputs, received gradients, sent gradients."""
     here, devices = (stages[number].start, stages[number].stop), stages[number].devices
-    inputs = gradients = 0.0
+    inputs = gradients = sent = 0.0
     for other, stage in enumerate(stages):
         if other == number:
             continue
@@ -139,10 +143,12 @@ def _received_bytes(
         for rows in _message_rows(senders, split)[replica]:
             if other < number:
                 # From a stage of the same devices it is the producer's own tensor.
-                inputs += crossing.forward_bytes(rows) if stage.devices != devices else 0.0
+                if stage.devices != devices:
+                    inputs += crossing.forward_bytes(rows)
+                    sent += crossing.backward_bytes(rows)
             else:
                 gradients += crossing.backward_bytes(rows)
-    return inputs, gradients
+    return inputs, gradients, sent
 
 
 @functools.lru_cache(maxsize=256)

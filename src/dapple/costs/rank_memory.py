@@ -61,12 +61,12 @@ def rank_peak_bytes(
         parts[stage] = _Part.of(one, two)
     resident = sum(part.resident for part in parts.values())
     resident -= _counted_twice(model, [stages[s] for s in own], optimizer_state_factor)
-    received = sum(
-        (room.inputs[s] + 1) * part.inputs + room.gradients[s] * part.gradients
+    messages = sum(
+        (room.inputs[s] + 1) * (part.inputs + part.sent) + room.gradients[s] * part.gradients
         for s, part in parts.items()
     )
     passing = max(part.recomputed + part.workspace for part in parts.values())
-    return resident + received + _most_alive(row, parts) + passing
+    return resident + messages + _most_alive(row, parts) + passing
 
 
 class _Part(NamedTuple):
@@ -77,6 +77,7 @@ class _Part(NamedTuple):
     recomputed: int
     inputs: int
     gradients: int
+    sent: int
     workspace: int
 
     @classmethod
@@ -89,6 +90,7 @@ class _Part(NamedTuple):
             recomputed=one.activations - kept,
             inputs=two.received_inputs - one.received_inputs,
             gradients=one.received_gradients // 2,
+            sent=two.sent_gradients - one.sent_gradients,
             workspace=one.workspace,
         )
 

@@ -14,6 +14,7 @@ _PARTS = {
     "activations": "activations",
     "received_inputs": "received inputs",
     "received_gradients": "received gradients",
+    "sent_gradients": "gradients under way",
     "workspace": "workspace",
 }
 

@@ -212,6 +212,7 @@ class CostTables:
         saved, crossing = self.saved_prefix(rows), self.crossing_bytes
         parameters = self.parameter_prefix[stop] - self.parameter_prefix[start]
         into = rows * crossing.forward.per_row[start] + crossing.forward.fixed[start]
+        into = into + rows * crossing.backward.per_row[start] + crossing.backward.fixed[start]
         back = rows * crossing.backward.per_row[stop] + crossing.backward.fixed[stop]
         once = (2 + optimizer_state_factor) * parameters + into + 2 * back
         return once, saved[stop] - saved[start] + into
