@@ -140,6 +140,7 @@ class PlanSection(_Section):
         planner: which planner.
         schedule: which schedule.
         recompute: stages may run their forwards again where memory is short.
+        shard: replicas may share out their optimizer's state where memory is short.
         profile_batch_sizes: rows that are profiled.
     """
 
@@ -148,6 +149,7 @@ class PlanSection(_Section):
     planner: Annotated[str, _known("planner", PLANNERS)] = "dapple"
     schedule: Annotated[str, AfterValidator(_schedule)] = "early-backward"
     recompute: bool = False
+    shard: bool = False
     profile_batch_sizes: Annotated[tuple[Count, ...], AfterValidator(_ascending)] = (1, 2, 4, 8)
 
 

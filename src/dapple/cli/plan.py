@@ -47,6 +47,12 @@ def plan(
     recompute: Annotated[
         bool, typer.Option(help="Let stages run forwards again where memory is short.")
     ] = False,
+    shard: Annotated[
+        bool,
+        typer.Option(
+            "--shard", help="Let replicas share out optimizer state where memory is short."
+        ),
+    ] = False,
     explain: Annotated[
         bool, typer.Option("--explain", help="Say what binds the plan, and what else there was.")
     ] = False,
@@ -83,6 +89,7 @@ def plan(
         network_model=network_model,
         warmup=warmup,
         recompute=recompute,
+        shard=shard,
         virtual=virtual,
     )
     if output is not None:

@@ -154,6 +154,7 @@ class _Session:
             optimizer=job.optimizer.state_like,
             schedule=job.plan.schedule,
             recompute=job.plan.recompute,
+            shard=job.plan.shard,
         )
         result.plan.save(folder / "plan.json")
         for refusal in result.refusals:

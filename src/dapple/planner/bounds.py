@@ -11,7 +11,10 @@ from dapple.planner.traffic import Devices, Floats
 
 
 def layout_bounds(
-    tables: CostTables, bounds: NDArray[np.int64], devices: tuple[Devices, ...]
+    tables: CostTables,
+    bounds: NDArray[np.int64],
+    devices: tuple[Devices, ...],
+    shard: bool = False,
 ) -> Floats:
     """Seconds below which no schedule of these layouts can stay.
 
@@ -19,6 +22,7 @@ def layout_bounds(
         tables: costs for one number of micro-batches.
         bounds: shape (P, S + 1), cuts of P layouts, each from 0 to N.
         devices: the devices of the S stages, the same in all layouts.
+        shard: replicas may share out the optimizer's update.
 
     Returns:
         Shape (P,).
@@ -34,7 +38,8 @@ def layout_bounds(
         backward[:, column] = table.least_backward[stop] - table.least_backward[start]
         work[:, column] = table.work[stop] - table.work[start]
         exposed = tables.least_exposed(stage_devices, start, stop)
-        after[:, column] = exposed + table.optimizer[stop] - table.optimizer[start]
+        update = table.optimizer[stop] - table.optimizer[start]
+        after[:, column] = exposed + update / (len(stage_devices) if shard else 1)
         if number:
             link = tables.least_link(devices[number - 1], stage_devices)
             forward[:, column - 1] = link.forward[start]

@@ -140,7 +140,8 @@ def _rooms(problem: Problem, layout: Layout, bounds: Ints) -> Floats:
     for number, devices in enumerate(layout.devices):
         rows = -(-tables.first_rows // len(devices))
         start, stop = bounds[:, number], bounds[:, number + 1]
-        fixed, each = tables.stage_bytes(start, stop, rows, problem.optimizer_state_factor)
+        factor = problem.state_factor(len(devices), layout.shard)
+        fixed, each = tables.stage_bytes(start, stop, rows, factor)
         memory = problem.symmetry.least_memory(devices)
         rooms[number] = (memory - fixed) / np.maximum(each, 1.0)
     return rooms

@@ -39,6 +39,7 @@ class Demand:
         memory: bytes of the largest device.
         ring_fixed, ring_rate: shape (R,), AllReduce seconds, and seconds per byte.
         speed: of the fastest device.
+        updates: shape (R, 1), the most replicas that share out an update.
         forward_share: F is at least this part of F + B in every layer.
         devices: G.
         rough: fewer levels, for an answer that takes less time and is more often yes.
@@ -55,6 +56,7 @@ class Demand:
     ring_fixed: Floats
     ring_rate: Floats
     speed: float
+    updates: Floats
     forward_share: float
     devices: int
     rough: bool
@@ -68,7 +70,8 @@ class Demand:
         both = np.array([share.forward + share.backward for share in found]) / speed
         forward = np.array([share.forward for share in found]) / speed
         rings = [least_rings(problem, share.width) for share in found]
-        held = (2 + problem.optimizer_state_factor) * tables.parameter_prefix
+        most = [share.most_width for share in found]
+        factors = [2 + problem.state_factor(width, problem.shard) for width in most]
         parts = np.diff(forward), np.diff(both)
         ratios = np.divide(*parts, out=np.ones_like(parts[0]), where=parts[1] > 0)
         return cls(
@@ -78,11 +81,17 @@ class Demand:
             forward=forward,
             work=np.array([share.work for share in found]) / speed,
             last_backward=np.array([share.last_backward for share in found]) / speed,
-            held=np.array([held + tables.saved_prefix(share.first_rows) for share in found]),
+            held=np.array(
+                [
+                    factor * tables.parameter_prefix + tables.saved_prefix(share.first_rows)
+                    for factor, share in zip(factors, found, strict=True)
+                ]
+            ),
             memory=max(k.memory for k in kinds) if problem.memory_is_known else 2**62,
             ring_fixed=np.array([min(fixed for fixed, _ in options) for options in rings]),
             ring_rate=np.array([min(rate for _, rate in options) for options in rings]),
             speed=speed,
+            updates=np.array([most if problem.shard else np.ones(len(most))], dtype=np.float64).T,
             forward_share=float(ratios.min()),
             devices=problem.num_devices,
             rough=rough,
@@ -181,5 +190,7 @@ class Demand:
         late = np.where(untied > 0, rate * untied - last[:, :-1], -np.inf)
         exposed = np.maximum(whole, fixed + np.maximum.accumulate(late, axis=1))
         update = self.tables.optimizer_prefix[stops] - self.tables.optimizer_prefix[start]
-        after: Floats = np.maximum(exposed, 0.0) + np.maximum(update, 0.0) / self.speed
+        after: Floats = (
+            np.maximum(exposed, 0.0) + np.maximum(update, 0.0) / self.speed / self.updates
+        )
         return after

@@ -61,7 +61,7 @@ def families(problem: Problem, limit: int) -> list[Family] | None:
         total += per_devices * len(devices)
         bounds = all_bounds(problem.num_layers, stages)
         for count, sets in itertools.product(problem.micro_batch_counts, devices):
-            least = layout_bounds(problem.tables(count), bounds, sets)
+            least = layout_bounds(problem.tables(count), bounds, sets, problem.shard)
             found.append(Family(sets, count, bounds, least))
     return found
 

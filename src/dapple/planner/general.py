@@ -191,7 +191,7 @@ class GeneralSearch:
                     self._estimates[variant] = seconds
 
     def _guess(self, layout: Layout) -> float | None:
-        if layout.recompute:
+        if layout.recompute or layout.shard:
             stages = self.problem.fit(layout, "dapple")
             if isinstance(stages, Refusal):
                 return None

@@ -141,7 +141,8 @@ def _least_bytes(
     if not problem.memory_is_known:
         return np.zeros((len(marks), len(marks)))
     saved = tables.saved_prefix(-(-tables.first_rows // replicas))
-    fixed = (2 + problem.optimizer_state_factor) * _differences(tables.parameter_prefix, marks)
+    factor = 2 + problem.state_factor(replicas, problem.shard)
+    fixed = factor * _differences(tables.parameter_prefix, marks)
     return fixed + min(in_flight, tables.micro_batches) * _differences(saved, marks)
 
 

@@ -35,7 +35,8 @@ def neighbours(problem: Problem, layout: Layout, focus: Sequence[int]) -> list[L
     found.update(dict.fromkeys(_placed(problem, layout)))
     found.update(dict.fromkeys(other_counts(problem, layout)))
     same = {
-        replace(other, policy=layout.policy, recompute=layout.recompute): None for other in found
+        replace(other, policy=layout.policy, recompute=layout.recompute, shard=layout.shard): None
+        for other in found
     }
     same.update(dict.fromkeys(problem.variants(layout)))
     same.pop(layout, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -57,6 +57,7 @@ class Layout:
         micro_batches: M.
         policy: warm-up policy "A" or "B" (DAPPLE, section 3), or `WIDE`.
         recompute: stages whose activations do not fit run their forwards again.
+        shard: stages that do not fit share out their optimizer's state among their replicas.
     """
 
     bounds: tuple[int, ...]
@@ -64,22 +65,20 @@ class Layout:
     micro_batches: int
     policy: str = "A"
     recompute: bool = False
+    shard: bool = False
 
     @property
     def num_stages(self) -> int:
         """Number of stages."""
         return len(self.devices)
 
-    def stages(
-        self, warmup: Sequence[int] | None = None, recompute: Sequence[bool] | None = None
-    ) -> tuple[StagePlan, ...]:
-        """The stages, with warm-up counts and recomputation if given."""
+    def stages(self, warmup: Sequence[int] | None = None) -> tuple[StagePlan, ...]:
+        """The stages, with warm-up counts if given."""
         counts = warmup or [1] * self.num_stages
-        again = recompute or [False] * self.num_stages
         return tuple(
-            StagePlan(start=a, stop=b, devices=devices, warmup=k, recompute=r)
-            for (a, b), devices, k, r in zip(
-                itertools.pairwise(self.bounds), self.devices, counts, again, strict=True
+            StagePlan(start=a, stop=b, devices=devices, warmup=k)
+            for (a, b), devices, k in zip(
+                itertools.pairwise(self.bounds), self.devices, counts, strict=True
             )
         )
 
@@ -96,6 +95,7 @@ class Problem:
         schedule: one of `dapple.schedule.SCHEDULES`.
         warmup: "A", "B" or "tuned"; None: whichever is best.
         recompute: stages may run their forwards again where memory is short.
+        shard: replicas may share out their optimizer's state where memory is short.
         network_model: "shared" or "paper"; None: the cluster's.
 
     Raises:
@@ -114,6 +114,7 @@ class Problem:
         network_model: str | None = None,
         warmup: str | None = None,
         recompute: bool = False,
+        shard: bool = False,
     ) -> None:
         if warmup is not None:
             _check_known("warm-up policy", warmup, ("A", "B", "tuned"))
@@ -128,6 +129,7 @@ class Problem:
         self.schedule = schedule
         self.warmup = warmup
         self.recompute = recompute
+        self.shard = shard
         self.model = CostModel(profile, cluster, network_model)
         self.machine_sizes = cluster.machine_sizes()
         self._kinds = cluster.kind_of_device()
@@ -158,11 +160,13 @@ class Problem:
         return all(layer.saved_bytes is not None for layer in self.profile.layers)
 
     def variants(self, layout: Layout) -> list[Layout]:
-        """The layout with every warm-up policy, and recomputation where it is allowed."""
-        again = [False, True] if self.recompute and self.memory_is_known else [False]
+        """The layout with every warm-up policy, recomputation and shards where allowed."""
+        known, replicated = self.memory_is_known, any(len(d) > 1 for d in layout.devices)
+        again = [False, True] if self.recompute and known else [False]
+        shared = [False, True] if self.shard and known and replicated else [False]
         return [
-            replace(layout, policy=policy, recompute=r)
-            for r, policy in itertools.product(again, self.policies(layout))
+            replace(layout, policy=policy, recompute=r, shard=s)
+            for r, s, policy in itertools.product(again, shared, self.policies(layout))
         ]
 
     def policies(self, layout: Layout) -> list[str]:
@@ -184,6 +188,10 @@ class Problem:
         """Bytes of optimizer state per byte of parameters."""
         return OPTIMIZER_STATE[self.optimizer]
 
+    def state_factor(self, replicas: int, shard: bool) -> float:
+        """About the same of one of so many replicas, which share it out or not."""
+        return self.optimizer_state_factor / (replicas if shard else 1)
+
     def tables(self, micro_batches: int) -> CostTables:
         """Stage and transfer times for M micro-batches."""
         found = self._tables.get(micro_batches)
@@ -202,7 +210,8 @@ class Problem:
         """Warm-up counts under memory: the policy's K_i, D and M, never increasing; GPipe needs M.
 
         D comes from the replica with most rows. Without saved bytes memory is unchecked. With
-        `layout.recompute`, stages whose warm-up memory would cut short recompute.
+        `layout.shard` and `layout.recompute`, stages whose warm-up memory would cut short share
+        out their optimizer's state, and recompute: whichever of these first suffices, or helps most.
         """
         stages = list(layout.stages())
         total = layout.micro_batches
@@ -211,18 +220,23 @@ class Problem:
         wanted = self.wanted_warmup(layout)
         for number in range(len(stages)):
             want = min(wanted[number], counts[-1] if counts else wanted[0])
-            allowed = self._allowed_in_flight(stages, number, total, want)
-            if allowed < want and layout.recompute:
-                kept = stages[number]
-                stages[number] = kept.model_copy(update={"recompute": True})
-                again = self._allowed_in_flight(stages, number, total, want)
-                stages[number] = stages[number] if again > allowed else kept
-                allowed = max(allowed, again)
+            best, allowed = stages[number], -1
+            for stage in _leaner(stages[number], layout):
+                stages[number] = stage
+                room = self._allowed_in_flight(stages, number, total, want)
+                if room > allowed:
+                    best, allowed = stage, room
+                if allowed >= want:
+                    break
+            stages[number] = best
             if allowed < (want if whole else 1):
                 return self._refusal(layout, name, stages, number, want)
             counts.append(min(want, allowed))
             wanted = self._spread(layout, wanted, counts)
-        return layout.stages(counts, [bool(stage.recompute) for stage in stages])
+        return tuple(
+            stage.model_copy(update={"warmup": count})
+            for stage, count in zip(stages, counts, strict=True)
+        )
 
     def wanted_warmup(self, layout: Layout) -> Sequence[int]:
         """The policy's K_i, whatever the memory; GPipe wants M everywhere."""
@@ -247,7 +261,8 @@ class Problem:
         for number, (start, stop) in enumerate(itertools.pairwise(layout.bounds)):
             devices = layout.devices[number]
             rows = -(-tables.first_rows // len(devices))
-            fixed, each = tables.stage_bytes(start, stop, rows, self.optimizer_state_factor)
+            factor = self.state_factor(len(devices), layout.shard)
+            fixed, each = tables.stage_bytes(start, stop, rows, factor)
             room = (self.symmetry.least_memory(devices) - float(fixed)) / max(float(each), 1.0)
             want = min(wanted[number], counts[-1] if counts else total)
             if room < (want if self.schedule == "gpipe" else 1):
@@ -302,7 +317,12 @@ class Problem:
         return math.ceil(self.global_batch_size / micro_batches)
 
     def _memory(
-        self, stages: Sequence[StagePlan], number: int, rows: int, in_flight: int, replica: int
+        self,
+        stages: Sequence[StagePlan],
+        number: int,
+        rows: int,
+        in_flight: int,
+        replica: int | None,
     ) -> StageMemory | None:
         return stage_memory(
             self.model,
@@ -314,15 +334,21 @@ class Problem:
             replica=replica,
         )
 
-    def _tightest(self, stage: StagePlan, rows: int) -> list[tuple[int, int]]:
-        """Per memory size in the stage: (bytes available, the replica with most rows there)."""
+    def _tightest(self, stage: StagePlan, rows: int) -> list[tuple[int, int | None]]:
+        """Per memory size in the stage: (bytes available, the replica with most rows there).
+
+        Parameters stay whole when state is shared out. Where rows and state are uneven, the device
+        with the least memory must hold the most of both: no replica in particular, so None.
+        """
+        if stage.shard != "none":
+            return [(self.symmetry.least_memory(stage.devices), None)]
         split = split_rows(rows, stage.replicas, stage.rows)
         best: dict[int, int] = {}
         for replica, device in enumerate(stage.devices):
             memory = self._kinds[device].memory
             if memory not in best or split[replica] > split[best[memory]]:
                 best[memory] = replica
-        return sorted(best.items())
+        return [(available, best[available]) for available in sorted(best)]
 
     def _allowed_in_flight(
         self, stages: Sequence[StagePlan], number: int, micro_batches: int, want: int
@@ -373,6 +399,13 @@ class Problem:
             available=worst[2],
             optimizer=self.optimizer,
         )
+
+
+def _leaner(stage: StagePlan, layout: Layout) -> Iterator[StagePlan]:
+    """The stage, and then with what its layout allows it to save memory with."""
+    shards = ["none", "optimizer"] if layout.shard and stage.replicas > 1 else ["none"]
+    for again, shard in itertools.product([False, True] if layout.recompute else [False], shards):
+        yield stage.model_copy(update={"recompute": again, "shard": shard})
 
 
 def _geometric_counts(batch: int) -> tuple[int, ...]:

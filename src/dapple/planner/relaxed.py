@@ -62,7 +62,7 @@ def relax(problem: Problem, low: int, high: int) -> Relaxed:
     empty = np.tri(problem.num_layers + 1, dtype=np.bool_)
     work = np.array([_differences(share.work) for share in found]) / speed
     for own, share in zip(work, found, strict=True):
-        own[empty | (_least_bytes(problem, tables, share.first_rows) > memory)] = np.inf
+        own[empty | (_least_bytes(problem, tables, share) > memory)] = np.inf
     after = _after(problem, tables, found, speed)
     link_both, link_forward, link_work = _links(problem, found, (low, high))
     return Relaxed(
@@ -129,14 +129,14 @@ def _entered(
     return entered.min(axis=1), np.where(np.isfinite(entered), entered_f, np.inf).min(axis=1)
 
 
-def _least_bytes(problem: Problem, tables: CostTables, rows: int) -> Floats:
+def _least_bytes(problem: Problem, tables: CostTables, share: Share) -> Floats:
     """Parameters, gradients, optimizer state and one saved micro-batch; shape (N + 1, N + 1)."""
     if not problem.memory_is_known:
         return np.zeros((problem.num_layers + 1, problem.num_layers + 1))
-    factor = 2 + problem.optimizer_state_factor
+    factor = 2 + problem.state_factor(share.most_width, problem.shard)
     tied = sum(group.parameter_bytes * (len(group.members) - 1) for group in problem.profile.tied)
     parameters = np.maximum(_differences(tables.parameter_prefix) - tied, 0.0)
-    return factor * parameters + _differences(tables.saved_prefix(rows))
+    return factor * parameters + _differences(tables.saved_prefix(share.first_rows))
 
 
 def _after(problem: Problem, tables: CostTables, found: Sequence[Share], speed: float) -> Floats:
@@ -153,7 +153,8 @@ def _after(problem: Problem, tables: CostTables, found: Sequence[Share], speed: 
             options.append(
                 np.maximum(whole, exposed_seconds(tables.untied_prefix, last, fixed, rate))
             )
-        costs.append(np.maximum(np.minimum.reduce(options), 0.0) + update)
+        parts = share.most_width if problem.shard else 1
+        costs.append(np.maximum(np.minimum.reduce(options), 0.0) + update / parts)
     return np.array(costs)
 
 

@@ -91,6 +91,7 @@ def make_plan(
     network_model: str | None = None,
     warmup: str | None = None,
     recompute: bool = False,
+    shard: bool = False,
     virtual: int | None = None,
 ) -> Plan:
     """The plan with the shortest simulated step among those that fit.
@@ -108,6 +109,7 @@ def make_plan(
         network_model: "shared" or "paper"; None: the cluster's.
         warmup: policy "A" or "B", or "tuned": the smallest K_i with the best step; None: best.
         recompute: stages may run their forwards again where memory is short.
+        shard: replicas may share out their optimizer's state where memory is short.
         virtual: stages per device, for "interleaved" (None: 2) and "gpipe" (None: 1).
 
     Returns:
@@ -128,6 +130,7 @@ def make_plan(
         network_model=network_model,
         warmup=warmup,
         recompute=recompute,
+        shard=shard,
         virtual=virtual,
     ).plan
 
@@ -144,6 +147,7 @@ def search(
     network_model: str | None = None,
     warmup: str | None = None,
     recompute: bool = False,
+    shard: bool = False,
     virtual: int | None = None,
     options: SearchOptions | None = None,
 ) -> SearchResult:
@@ -177,6 +181,7 @@ def search(
             network_model=network_model,
             warmup=warmup,
             recompute=recompute,
+            shard=shard,
         )
         return _best_under(found, profile, schedule, virtual)
     problem = Problem(
@@ -189,6 +194,7 @@ def search(
         network_model=network_model,
         warmup=warmup,
         recompute=recompute,
+        shard=shard,
     )
     run = _Search(problem)
     if planner != "dapple":
@@ -299,7 +305,7 @@ class _Search:
         """The baselines that take long, unless their lower bound is above the best step."""
         for layout, name in self._postponed:
             tables, bounds = self.problem.tables(layout.micro_batches), np.array([layout.bounds])
-            (least,) = layout_bounds(tables, bounds, layout.devices)
+            (least,) = layout_bounds(tables, bounds, layout.devices, layout.shard)
             if self.best is None or least <= self.best.step_seconds * (1 + _SAME):
                 self.judge(layout, name)
 
