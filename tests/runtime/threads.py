@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,6 +35,7 @@ class Switchboard:
         self.sends: dict[Any, deque[_Message]] = defaultdict(deque)
         self.receives: dict[Any, deque[_Message]] = defaultdict(deque)
         self.sums: dict[Any, dict[int, torch.Tensor]] = defaultdict(dict)
+        self.read: Counter[Any] = Counter()
         self.failed = False
 
     def wait_for(self, ready: Callable[[], bool], what: str) -> None:
@@ -129,12 +130,20 @@ class ThreadTransport:
 class _Sum:
     def __init__(self, board: Switchboard, key: Any) -> None:
         self._board, self._key = board, key
+        self._is_done = False
 
     def wait(self) -> None:
         ranks = self._key[0]
         with self._board.changed:
+            if self._is_done:
+                return
             parts = self._board.sums[self._key]
             self._board.wait_for(lambda: len(parts) == len(ranks), f"a sum over {ranks}")
+            self._is_done = True
+            self._board.read[self._key] += 1
+            if self._board.read[self._key] == len(ranks):
+                # Else a long run would keep every tensor that was ever added up.
+                del self._board.sums[self._key], self._board.read[self._key]
 
 
 def run_threads(world_size: int, function: Callable[[ThreadTransport], Any]) -> list[Any]:
