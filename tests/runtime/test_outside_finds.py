@@ -14,7 +14,7 @@ from dapple.errors import CaptureError, InputError
 from dapple.graph import capture
 from dapple.runtime.trainer import Trainer
 from tests.runtime import cases
-from tests.runtime.threads import on_ranks
+from tests.runtime.threads import OwnCopy, ThreadTransport, on_ranks, run_threads, sgd
 
 DECAYED = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
@@ -153,3 +153,30 @@ def test_batches_of_different_sizes_are_refused_on_every_rank() -> None:
         return "refused"
 
     assert on_ranks(graph, plan, work) == ["refused", "refused"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "call", "words"),
+    [
+        (lambda rank: {"shares": ((1.0, 1.0 + rank),)}, None, "the plan is one of 1 stages"),
+        (lambda rank: {"precision": ["bf16", "float32"][rank]}, None, "precision is "),
+        (lambda rank: {"clip_norm": 1.0 + rank}, None, r"clipping is \("),
+        (lambda rank: {}, lambda t, b: t.step(*b, update=t.rank == 0), "the call is step with upd"),
+        (lambda rank: {}, lambda t, b: (t.step if t.rank else t.evaluate)(*b), "the call is "),
+    ],
+    ids=["plan", "precision", "clipping", "update", "call"],
+)
+def test_ranks_that_were_told_different_things_are_refused(
+    changes: Callable[[int], dict[str, Any]], call: Any, words: str
+) -> None:
+    """On each of them, instead of adding up gradients of other rows or waiting for ever."""
+    graph, batch = cases.build("mlp"), cases.EXAMPLES["mlp"].batch(8, 0)
+
+    def work(transport: ThreadTransport) -> None:
+        told = changes(transport.rank)
+        plan = cases.make_plan(graph, (2,), 8, 2, shares=told.pop("shares", ()))
+        trainer = Trainer(OwnCopy(graph), plan, sgd, transport=transport, **told)  # type: ignore[arg-type]
+        with pytest.raises(InputError, match=f"told different things: {words}"):
+            (call or (lambda t, b: t.step(*b)))(trainer, batch)
+
+    run_threads(2, work)

@@ -1,9 +1,10 @@
-"""Numbers that every rank has to know: the sizes of a batch before a step, the loss after it."""
+"""What every rank has to agree on before a step, and the loss that all know after it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import zlib
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -13,14 +14,17 @@ from dapple.runtime.layout import Layout
 from dapple.runtime.transport import Transport
 
 
-def check_same_batch(layout: Layout, transport: Transport, device: torch.device) -> None:
-    """Every rank has as many rows, of the same lengths; all ranks call it.
+def check_same(
+    layout: Layout, told: Mapping[str, str], transport: Transport, device: torch.device
+) -> None:
+    """Every rank has as many rows, of the same lengths, and does the same; all ranks call it.
 
-    Else they would wait for messages that never come. Also the barrier that a step's clocks start
-    from.
+    Else they would wait for messages that never come, or add up numbers that mean different
+    things. Also the barrier that a step's clocks start from.
 
     Args:
         layout: the rows of the step.
+        told: what else has to be the same everywhere, in words, by name.
         transport: the network.
         device: this rank's device.
 
@@ -28,11 +32,23 @@ def check_same_batch(layout: Layout, transport: Transport, device: torch.device)
         InputError: the ranks differ; on each of them.
     """
     sizes = {"rows": layout.global_batch_size, **layout.lengths}
-    here = torch.tensor(list(sizes.values()), dtype=torch.float64)
+    marks = [zlib.crc32(text.encode()) >> 10 for text in told.values()]  # squares stay exact
+    here = torch.tensor([*sizes.values(), *marks], dtype=torch.float64)
     sums = torch.stack([here, here * here]).to(device)
     transport.sum(sums, tuple(range(transport.world_size))).wait()
-    for (name, size), total, squares in zip(sizes.items(), *sums.tolist(), strict=True):
-        if total * total != squares * transport.world_size:
+    totals, all_squares = sums.tolist()
+    differ = [
+        total * total != squares * transport.world_size
+        for total, squares in zip(totals, all_squares, strict=True)
+    ]
+    for (name, text), wrong in zip(told.items(), differ[len(sizes) :], strict=True):
+        if wrong:
+            raise InputError(
+                f"the ranks were told different things: {name} is {text} here, and not so on "
+                "another rank; run the same program with the same settings on every rank"
+            )
+    for (name, size), total, wrong in zip(sizes.items(), totals, differ, strict=False):
+        if wrong:
             mean = total / transport.world_size
             raise InputError(
                 f"the ranks were given batches of different sizes: {size} {name} here, {mean:g} on "

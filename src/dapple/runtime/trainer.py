@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import time
+import zlib
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from dapple.errors import InputError
 from dapple.graph import LayerGraph, SeedLayer
 from dapple.records import Plan, Timeline
-from dapple.runtime.agreement import check_same_batch, global_loss
+from dapple.runtime.agreement import check_same, global_loss
 from dapple.runtime.batch import Batch, WeightFunction, check_targets
 from dapple.runtime.buffers import WrittenBuffers
 from dapple.runtime.clipping import Clipping, counted_here
@@ -135,6 +136,17 @@ class Trainer:
         self._seed = seed
         self._steps = 0
         self._precision = Precision(precision, self.device)
+        # Not what a rank may have found out for itself, such as how fast its links are.
+        run = plan.model_dump_json(exclude={"predicted", "cluster", "notes"})
+        limit = None if clip_norm is None else (float(clip_norm), float(norm_type))
+        self._told = {
+            "the plan": f"one of {plan.num_stages} stages for {plan.model} "
+            f"({zlib.crc32(run.encode()):08x})",
+            "precision": precision,
+            "batch_norm": batch_norm,
+            "clipping": f"{limit}",
+            "the list of metrics": f"{list(self._metrics)}",
+        }
         names = list(graph.parameters())
         self.parts = Parts(graph, self.topology, self.device, self._precision, batch_norm, compile)
         self._transport = transport or connect(graph, self.topology)
@@ -260,8 +272,8 @@ class Trainer:
         """
         handed = self._prepare(inputs, targets, global_batch_size)
         with self._watch.guard():
-            self._progress.set("barrier", None)
-            check_same_batch(handed.layout, self._transport, self.device)
+            call = f"update={update}, metrics={metrics}"
+            self._agree(handed.layout, f"step with {call}")
             return self._step(handed, update, metrics)
 
     def evaluate(
@@ -274,8 +286,7 @@ class Trainer:
         """
         handed = self._prepare(inputs, targets, global_batch_size)
         with self._watch.guard():
-            self._progress.set("barrier", None)
-            check_same_batch(handed.layout, self._transport, self.device)
+            self._agree(handed.layout, "evaluate")
             batch = self._batch(handed)
             if self.topology.is_last:
                 batch.objective = self._objectives.make(handed, training=False, metrics=True)
@@ -298,8 +309,7 @@ class Trainer:
         layout = handed.layout
         outputs = Outputs(self._graph.output_specs(training=False), layout.global_batch_size)
         with self._watch.guard():
-            self._progress.set("barrier", None)
-            check_same_batch(layout, self._transport, self.device)
+            self._agree(layout, "predict")
             batch = self._batch(handed)
             batch.outputs = outputs if self.topology.is_last else None
             self._evaluator.run(batch, layout)
@@ -401,6 +411,10 @@ class Trainer:
             verdict.overflow,
             found,
         )
+
+    def _agree(self, layout: Layout, call: str) -> None:
+        self._progress.set("barrier", None)
+        check_same(layout, {**self._told, "the call": call}, self._transport, self.device)
 
     def _summing(self, stage: int, is_last: bool) -> AbstractContextManager[None]:
         return self._gradients.summing(self._transport, stage, is_last)
