@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -215,3 +216,30 @@ def test_a_loss_with_parameters() -> None:
     """No stage holds them, so they would silently stay as they are."""
     with pytest.raises(CaptureError, match="ScaledError has parameters of its own"):
         capture(Affine(), torch.randn(2, 4), loss=ScaledError())
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, torch.compile], ids=["parallel", "compiled"])
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_model_that_is_wrapped_already(wrap: Any, whole: bool) -> None:
+    """Pitfall 19: what shares out rows or parameters in its own way is refused by name."""
+    model = wrap(nn.Linear(4, 4)) if whole else nn.Sequential(nn.Linear(4, 4), wrap(nn.Tanh()))
+    name = "the model" if whole else 'module "1"'
+    words = f"{name} is a (DataParallel|OptimizedModule): .*hand over the plain model"
+    with pytest.raises(CaptureError, match=words):
+        capture(model, torch.randn(4, 4), loss=nn.functional.mse_loss)
+
+
+def test_a_model_that_is_sharded_already(tmp_path: Path) -> None:
+    """Pitfall 19: also one that torch has changed the class of."""
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
+    try:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        fsdp.fully_shard(model[0], mesh=mesh)
+        with pytest.raises(CaptureError, match='module "0" is a FSDPModule: fully_shard has'):
+            capture(model, torch.randn(4, 4), loss=nn.functional.mse_loss)
+    finally:
+        torch.distributed.destroy_process_group()

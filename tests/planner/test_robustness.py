@@ -176,6 +176,19 @@ def test_devices_of_different_speed() -> None:
     assert plan.predicted.step_seconds <= alone.predicted.step_seconds * (1 + 1e-9)
 
 
+def test_an_uneven_model_beats_the_even_split() -> None:
+    """One layer takes as long as the seven others: cut beside it, not in the middle."""
+    profile = model([1e-3] * 7 + [7e-3], parameters=256 * MIB)
+    plan = make_plan(profile, cluster(2), 16)
+    even = make_plan(profile, cluster(2), 16, planner="straight")
+    stages = [
+        stage.model_copy(update={"start": start, "stop": start + 4})
+        for stage, start in zip(even.stages, (0, 4), strict=True)
+    ]
+    even = even.model_copy(update={"stages": tuple(stages)})
+    assert check(plan, profile) < 0.8 * simulate(even, profile, spans=False).step_seconds
+
+
 def test_one_layer_on_one_device() -> None:
     """The least there is to plan."""
     plan = check_against_simple_plans(model([1e-3]), cluster(1), 5)

@@ -29,6 +29,7 @@ from dapple.graph.nodes import attribute
 from dapple.graph.outputs import VALUES
 from dapple.graph.probe import MIXING, rows_that_mix
 from dapple.graph.program import Program
+from dapple.graph.wrappers import refuse_wrappers
 
 
 def capture(
@@ -75,6 +76,7 @@ def capture(
         )
     if not isinstance(model, nn.Module):
         model = nn.Sequential(*model)
+    refuse_wrappers(model)
     refuse_backward_hooks(model)
     arguments, keywords = as_call(inputs)
     _check_kinds(arguments, keywords)
