@@ -59,7 +59,7 @@ def test_rows_follow_the_shares() -> None:
     ]
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     st.builds(
         Run,

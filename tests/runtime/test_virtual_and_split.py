@@ -1,4 +1,7 @@
-"""Virtual stages, split backwards and schedules from files train like one process, in float64."""
+"""Virtual stages, split backwards and schedules from files train like one process, in float64.
+
+Every model with every schedule is in test_features.py.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +28,6 @@ from tests.runtime.test_parity_threads import error
 from tests.runtime.threads import on_ranks
 
 ROWS = st.integers(1, 14)
-
-
-@pytest.mark.parametrize("name", list(cases.EXAMPLES))
-@pytest.mark.parametrize(
-    ("schedule", "virtual"), [("interleaved", 2), ("gpipe", 3), ("zero-bubble", 1)]
-)
-def test_each_model_trains_like_one_process(name: str, schedule: str, virtual: int) -> None:
-    """Unequal replicas; the tied weights of the GPT and the skips of the skip net cross stages."""
-    run = Run(name, (3, 2), 5, 13, schedule=schedule, virtual=virtual, optimizer="sgd")
-    assert error(run) < cases.TOLERANCE
 
 
 @settings(max_examples=8)
