@@ -191,7 +191,7 @@ def test_a_text_profile_needs_a_batch_size_of_at_least_one(size: str, tmp_path):
     assert "at least 1" in refuses(*arguments, "--profile-batch-size", size)
 
 
-@pytest.mark.parametrize("missing", ["--profile", "--cluster", "--global-batch-size"])
+@pytest.mark.parametrize("missing", ["--cluster", "--global-batch-size"])
 def test_an_option_that_is_missing_is_named(missing: str, profile_file):
     """And the line says where help is."""
     options = {"--profile": profile_file, "--cluster": "config-a", "--global-batch-size": 8}
@@ -199,6 +199,21 @@ def test_an_option_that_is_missing_is_named(missing: str, profile_file):
     line = refuses("plan", *(part for pair in options.items() for part in pair))
     assert f"Missing option '{missing}'" in line
     assert "`dapple plan --help`" in line
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ((), "pass either --profile FILE or --model NAME"),
+        (("--model", "vgg-19", "--profile", "p.json"), "pass either --profile FILE or --model"),
+        (("--profile", "p.json", "--device", "h100"), "--device goes with --model"),
+        (("--model", "vgg-19", "--device", "h1000"), 'device "h1000" is unknown'),
+        (("--model", "vgg-19", "--args", "{"), "is not JSON"),
+    ],
+)
+def test_costs_come_from_a_profile_or_from_a_model(options, words: str):
+    """One of them, and a device that is known."""
+    assert words in refuses("plan", *options, *CLUSTER, *BATCH)
 
 
 def test_an_unknown_verb_is_refused():

@@ -57,7 +57,7 @@ global_batch_size = 4
         (("mlp", "--rounds", "0"), "measure at least 1 pass"),
         (("mlp", "--devices", "0"), "measure with 1 to"),
         (("mlp", "--devices", "99999"), "measure with 1 to"),
-        (("mlp", "--device", "v100"), "can not be profiled yet"),
+        (("mlp", "--device", "v100"), 'device "v100" is unknown; known: v100-16gb'),
         (("mlp", "--devices", "two"), "'--devices'"),
     ],
 )

@@ -51,3 +51,19 @@ print(sorted(name for name in sys.modules if name.split(".")[0] == "torch"))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_a_model_of_the_paper_is_planned_without_torch(tmp_path):
+    """From the profile that comes with dapple; a saved one of it does as well."""
+    plan = tmp_path / "plan.json"
+    code = f"""
+import sys
+from tests.cli.command import succeeds
+options = ("--device", "v100-16gb", "--cluster", "config-b:2x1", "--global-batch-size", "64")
+shown = succeeds("plan", "--model", "vgg-19", *options, "-o", "{plan}")
+assert "features.0" in shown or "stage" in shown, shown
+print(sorted(name for name in sys.modules if name.split(".")[0] == "torch"))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+    assert '"model": "vgg-19"' in plan.read_text().replace('":"', '": "')

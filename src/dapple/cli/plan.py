@@ -8,14 +8,26 @@ from typing import Annotated
 import typer
 
 from dapple.cli import common
+from dapple.cli.analytic import costs_of
 
 
 def plan(
-    profile: Annotated[str, typer.Option("--profile", help="A profile file.")],
     cluster: Annotated[
         str, typer.Option("--cluster", help="A cluster file, a preset, or local:2.")
     ],
     global_batch_size: Annotated[int, typer.Option("--global-batch-size", help="Rows of a step.")],
+    profile: Annotated[str | None, typer.Option("--profile", help="A profile file.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", help='Instead of a profile: a zoo name, or "module:function".'),
+    ] = None,
+    args: Annotated[
+        str, typer.Option("--args", help="Arguments of the model's factory, as JSON.")
+    ] = "{}",
+    device: Annotated[
+        str | None,
+        typer.Option(help="Where the model's times are for, such as v100-16gb; the cluster's."),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Where the plan goes.")
     ] = None,
@@ -64,6 +76,7 @@ def plan(
     """Find the plan with the shortest step that fits the devices' memory.
 
     Example: dapple plan --profile profile.json --cluster config-a --global-batch-size 64 -o plan.json
+    Without a profile: dapple plan --model bert-48 --device v100-16gb --cluster config-a --global-batch-size 64
     """
     from dapple.planner import search
     from dapple.planner.explain import explain as explain_plan
@@ -74,8 +87,8 @@ def plan(
     common.check_rows(global_batch_size, "global batch size")
     if output is not None:
         common.check_output(output)
-    costs = common.read_profile(profile, profile_batch_size)
     machines = common.find_cluster(cluster)
+    costs = costs_of(profile, profile_batch_size, model, args, device, machines)
     if memory is not None:
         machines = machines.with_memory(memory)
     result = search(

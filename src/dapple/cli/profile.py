@@ -1,14 +1,18 @@
-"""`dapple profile`: what each layer of a model costs on this machine."""
+"""`dapple profile`: what each layer of a model costs, here or on a device that is not here."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dapple.cli import common
+from dapple.cli.analytic import make_profile
 from dapple.errors import InputError
+
+if TYPE_CHECKING:
+    from dapple.records import ModelProfile
 
 
 def profile(
@@ -17,40 +21,42 @@ def profile(
     args: Annotated[
         str, typer.Option("--args", help="Arguments of the model's factory, as JSON.")
     ] = "{}",
-    device: Annotated[str, typer.Option(help="What to measure on.")] = "cpu",
+    device: Annotated[
+        str,
+        typer.Option(help="cpu is measured; others, such as v100-16gb, are computed from shapes."),
+    ] = "cpu",
     batch_sizes: Annotated[
-        str, typer.Option("--batch-sizes", help="Rows to measure, ascending.")
-    ] = "1,2,4,8",
+        str | None,
+        typer.Option(help="Rows, ascending; 1,2,4,8 to measure, up to 128 to compute."),
+    ] = None,
     devices: Annotated[
         int, typer.Option(help="Processes that are busy at the same time, as in training.")
     ] = 1,
     rounds: Annotated[int, typer.Option(help="Passes per batch size.")] = 7,
+    dtype: Annotated[
+        str | None, typer.Option(help="Type to compute for; the device's usual by default.")
+    ] = None,
     finer: Annotated[bool, typer.Option(help="Layers are leaf modules, not blocks.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON.")] = False,
 ) -> None:
-    """Measure what each layer of a model costs on this machine.
+    """Measure what each layer of a model costs on this machine, or compute it for another device.
 
     Example: dapple profile gpt --args '{"layers": 4}' --devices 2 -o profile.json
+    Without the device: dapple profile bert-48 --device v100-16gb -o bert-48.json
     """
     common.require_torch("profile")
-    if device != "cpu":
-        raise InputError(
-            f'device "{device}" can not be profiled yet; only "cpu", this machine, is measured'
-        )
-    from dapple.profiler.local import ProfileRequest, load_factory, profile_locally
-
-    common.check_output(output)
-    request = ProfileRequest(
-        factory=load_factory(model, common.parse_arguments(args)),
-        devices=devices,
-        batch_sizes=common.parse_batch_sizes(batch_sizes, "--batch-sizes"),
-        rounds=rounds,
-        finer=finer,
+    sizes = (
+        common.parse_batch_sizes(batch_sizes, "--batch-sizes") if batch_sizes is not None else None
     )
-    with common.progress("profiling") as report:
-        found, cluster = profile_locally(request, report)
+    common.check_output(output)
+    arguments = common.parse_arguments(args)
+    if device == "cpu":
+        if dtype is not None:
+            raise InputError("--dtype goes with another --device than cpu, which is measured")
+        found = _measured(model, arguments, devices, sizes, rounds, finer)
+    else:
+        found = make_profile(model, arguments, device, sizes, dtype, finer)
     found.save(output)
-    common.save_cluster(cluster, common.local_cluster_path(devices))
     if as_json:
         common.print_json(found.model_dump(mode="json", exclude_none=True))
         return
@@ -58,3 +64,27 @@ def profile(
 
     common.console().print(profile_table(found))
     common.console().print(f"profile written to {output}")
+
+
+def _measured(
+    model: str,
+    arguments: dict[str, Any],
+    devices: int,
+    sizes: tuple[int, ...] | None,
+    rounds: int,
+    finer: bool,
+) -> ModelProfile:
+    from dapple.profiler.local import ProfileRequest, load_factory, profile_locally
+    from dapple.profiler.measured import DEFAULT_BATCH_SIZES
+
+    request = ProfileRequest(
+        factory=load_factory(model, arguments),
+        devices=devices,
+        batch_sizes=sizes or DEFAULT_BATCH_SIZES,
+        rounds=rounds,
+        finer=finer,
+    )
+    with common.progress("profiling") as report:
+        found, cluster = profile_locally(request, report)
+    common.save_cluster(cluster, common.local_cluster_path(devices))
+    return found

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from dapple.graph.fake import is_fake
 from dapple.graph.nodes import is_call, is_random, is_tensor, region_of
 from dapple.graph.program import Program
 
@@ -29,9 +30,7 @@ def rows_that_mix(program: Program, flat: Sequence[Any], batched: Sequence[bool]
         batched: which of them have rows.
     """
     rows = next(v.shape[0] for v, b in zip(flat, batched, strict=True) if b)
-    if _is_left_to_chance(program.graph) or any(
-        isinstance(v, torch.Tensor) and v.device.type == "meta" for v in flat
-    ):
+    if _is_left_to_chance(program.graph) or any(is_fake(v) for v in flat):
         return []
     collapsed = _collapsed(program)
     if collapsed is not None:

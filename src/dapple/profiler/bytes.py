@@ -24,7 +24,7 @@ class SavedBytes(Observer):
         self._ignored = chain.input_storages()
         for layer in chain.layers:
             for tensor in (*layer.module.parameters(), *layer.module.buffers()):
-                self._ignored.add(tensor.untyped_storage().data_ptr())
+                self._ignored.add(tensor.untyped_storage()._cdata)
         self._producer: dict[int, int] = {}
         self._counted: set[int] = set()
         # Holding what is saved keeps addresses from being used twice.
@@ -32,7 +32,7 @@ class SavedBytes(Observer):
 
     def made(self, layer: int, tensor: torch.Tensor) -> None:
         """A tensor between layers belongs to the layer that made it."""
-        self._producer.setdefault(tensor.untyped_storage().data_ptr(), layer)
+        self._producer.setdefault(tensor.untyped_storage()._cdata, layer)
         self._held.append(tensor.detach())
 
     def forward(self, layer: int, run: Callable[[], Any]) -> Any:
@@ -47,7 +47,7 @@ class SavedBytes(Observer):
 
     def _count(self, layer: int, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        address = storage.data_ptr()
+        address = storage._cdata
         if address in self._ignored or address in self._counted or not storage.nbytes():
             return
         self._counted.add(address)

@@ -60,7 +60,10 @@ class Chain:
         self._rows = rows
         self.layers: list[StageProgram] = [graph.stage(i, i + 1) for i in range(graph.num_layers)]
         for layer in self.layers:
-            layer.module.to(device)
+            # Fake tensors can't be moved, nor need they be.
+            held = (*layer.module.parameters(), *layer.module.buffers())
+            if any(tensor.device != device for tensor in held):
+                layer.module.to(device)
         named = graph.flatten_inputs(workload.inputs(rows))
         self._inputs = {
             n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in named.items()
@@ -71,7 +74,7 @@ class Chain:
     def input_storages(self) -> set[int]:
         """Storages of the batch itself, which every rank holds anyway."""
         leaves = pytree.tree_leaves((self._inputs, self._targets))
-        return {t.untyped_storage().data_ptr() for t in leaves if isinstance(t, torch.Tensor)}
+        return {t.untyped_storage()._cdata for t in leaves if isinstance(t, torch.Tensor)}
 
     def run(self, observer: Observer | None = None) -> ChainPass:
         """One forward and one backward through all layers."""

@@ -57,7 +57,7 @@ def measure_profile(
     Raises:
         InputError: batch sizes that do not ascend from at least 1.
     """
-    sizes = _checked(batch_sizes)
+    sizes = checked_batch_sizes(batch_sizes)
     where = device or torch.device("cpu")
     passes: list[ChainPass] = []
     saved: list[list[int]] = []
@@ -95,14 +95,19 @@ def measure_profile(
         source="measured",
         batch_sizes=sizes,
         layers=layers,
-        tensors=_tensors(graph),
-        tied=_tied(graph),
+        tensors=tensors_of(graph),
+        tied=tied_of(graph),
         concurrency=dist.get_world_size() if dist.is_initialized() else 1,
         model_fingerprint=graph.fingerprint,
     )
 
 
-def _checked(batch_sizes: Sequence[int]) -> tuple[int, ...]:
+def checked_batch_sizes(batch_sizes: Sequence[int]) -> tuple[int, ...]:
+    """The batch sizes as a profile has them.
+
+    Raises:
+        InputError: they don't ascend from at least 1.
+    """
     sizes = tuple(batch_sizes)
     if not sizes or sizes[0] < 1 or list(sizes) != sorted(set(sizes)):
         raise InputError(
@@ -166,7 +171,8 @@ def _averaged(passes: list[ChainPass], updates: list[float]) -> tuple[list[Chain
     return averaged, rows[-1]
 
 
-def _tensors(graph: LayerGraph) -> tuple[TensorProfile, ...]:
+def tensors_of(graph: LayerGraph) -> tuple[TensorProfile, ...]:
+    """The tensors between layers, as a profile has them."""
     return tuple(
         TensorProfile(
             name=tensor.name,
@@ -180,7 +186,8 @@ def _tensors(graph: LayerGraph) -> tuple[TensorProfile, ...]:
     )
 
 
-def _tied(graph: LayerGraph) -> tuple[TiedGroup, ...]:
+def tied_of(graph: LayerGraph) -> tuple[TiedGroup, ...]:
+    """The tied parameters, as a profile has them."""
     sizes = {name: p.nbytes for name, p in graph.parameters().items()}
     return tuple(
         TiedGroup(

@@ -43,6 +43,8 @@ class XLNet(nn.Module):
         self.blocks = nn.ModuleList([Block(width, heads, dropout) for _ in range(layers)])
         self.head = nn.Linear(width, 2)
         self.dropout = nn.Dropout(dropout)
+        # Without chance in them the distances are the same everywhere, and need not be sent.
+        self.distance_dropout = nn.Dropout(dropout) if dropout else nn.Identity()
         for name, parameter in self.named_parameters():
             if "norm" not in name:
                 nn.init.normal_(parameter, std=0.02)
@@ -61,7 +63,7 @@ class XLNet(nn.Module):
         other_segment = (segments[:, :, None] != segments[:, None, :])[:, None]  # [B, 1, T, T]
         padding = (kept == 0)[:, None, None, :]
         x = self.dropout(self.embedding(tokens))
-        distances = self.dropout(self._distances(tokens.shape[1], x))
+        distances = self.distance_dropout(self._distances(tokens.shape[1], x))
         for block in self.blocks:
             x = block(x, distances, other_segment, padding)
         scores: Tensor = self.head(self.dropout(x))
