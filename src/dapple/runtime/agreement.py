@@ -13,6 +13,9 @@ from dapple.runtime.batch import Batch
 from dapple.runtime.layout import Layout
 from dapple.runtime.transport import Transport
 
+_PRIME = 4_194_301
+"""The largest below 2**22."""
+
 
 def check_same(
     layout: Layout, told: Mapping[str, str], transport: Transport, device: torch.device
@@ -54,6 +57,53 @@ def check_same(
                 f"the ranks were given batches of different sizes: {size} {name} here, {mean:g} on "
                 "average; hand every rank the same global batch"
             )
+
+
+def check_weights(
+    parameters: Mapping[str, torch.Tensor],
+    ranks: tuple[int, ...],
+    tied: Mapping[str, tuple[int, ...]],
+    transport: Transport,
+) -> None:
+    """All holders of a parameter have the same values, bit by bit; all ranks call it.
+
+    Replicas that were built under other random numbers would each update weights of their own.
+
+    Args:
+        parameters: this rank's, by name.
+        ranks: the replicas of its stages.
+        tied: for each parameter that other stages hold too, the ranks of all of them, in the same
+            order on every holder.
+        transport: the network.
+
+    Raises:
+        InputError: they differ; on each rank that holds the parameter.
+    """
+    own = [name for name in parameters if name not in tied]
+    for names, members in [(own, ranks), *(([name], group) for name, group in tied.items())]:
+        if len(members) == 1 or not names:
+            continue
+        here = torch.stack([_mark(parameters[name]) for name in names]).to(torch.float64)
+        sums = torch.stack([here, here * here])
+        transport.sum(sums, members).wait()
+        differ = sums[0] * sums[0] != sums[1] * len(members)
+        if differ.any():
+            name = names[int(differ.nonzero()[0])]
+            raise InputError(
+                f'ranks {", ".join(map(str, members))} hold parameter "{name}" with different '
+                "values; seed before the model is built, or load the same weights, on every rank"
+            )
+
+
+def _mark(parameter: torch.Tensor) -> torch.Tensor:
+    """A number whose square is exact, and that other values nearly always change."""
+    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    value = torch.view_as_real(parameter) if parameter.is_complex() else parameter
+    bits = value.detach().contiguous().view(whole[value.element_size()])
+    if bits.element_size() > 2:
+        # By a prime: the low bits of float32 weights that became float64 are all zero.
+        bits = bits.remainder(_PRIME)
+    return bits.sum(dtype=torch.int64) % _PRIME
 
 
 def global_loss(

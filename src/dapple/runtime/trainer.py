@@ -6,7 +6,7 @@ import functools
 import os
 import time
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from dapple.errors import InputError
 from dapple.graph import LayerGraph, SeedLayer
 from dapple.records import Plan, Timeline
-from dapple.runtime.agreement import check_same, global_loss
+from dapple.runtime.agreement import check_same, check_weights, global_loss
 from dapple.runtime.batch import Batch, WeightFunction, check_targets
 from dapple.runtime.buffers import WrittenBuffers
 from dapple.runtime.clipping import Clipping, counted_here
@@ -153,6 +153,9 @@ class Trainer:
         trainable = self.parts.trainable()
         tied = tied_ranks(graph, self.topology, trainable)
         ranks = self.topology.ranks[self.topology.stage]
+        self._unchecked: Callable[[], None] | None = functools.partial(
+            check_weights, trainable, ranks, tied, self._transport
+        )
         self._gradients = RankGradients(trainable, self.parts.parameter_orders(), ranks, tied)
         self._shard, updated = None, trainable
         if self.topology.stage_plan.shard == "optimizer":
@@ -415,6 +418,9 @@ class Trainer:
     def _agree(self, layout: Layout, call: str) -> None:
         self._progress.set("barrier", None)
         check_same(layout, {**self._told, "the call": call}, self._transport, self.device)
+        if self._unchecked is not None:
+            self._unchecked()
+            self._unchecked = None
 
     def _summing(self, stage: int, is_last: bool) -> AbstractContextManager[None]:
         return self._gradients.summing(self._transport, stage, is_last)
