@@ -23,7 +23,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from benchmarks.runtime.ranks import answer, ratio, run_ranks, timed_in_turn, under_way
 from dapple.cluster import Cluster, DeviceKind, Link, Machines
 from dapple.graph import LayerGraph, StageProgram, capture
-from dapple.records import Plan, StagePlan
+from dapple.records import Plan, StagePlan, Timeline
+from dapple.reporting import stage_times
 from dapple.runtime.trainer import Trainer
 from dapple.schedule import warmup_counts
 from dapple.zoo.gpt import GPT, next_byte_loss
@@ -86,7 +87,7 @@ def _rank(options: argparse.Namespace) -> None:
 
         def step() -> None:
             trainer.step(tokens, targets)
-            bubbles[name].append(trainer.timeline().bubble_fraction)
+            bubbles[name].append(_idle(trainer.timeline()))
 
         return step
 
@@ -105,6 +106,12 @@ def _rank(options: argparse.Namespace) -> None:
     for trainer in ours.values():
         trainer.close()
     dist.destroy_process_group()
+
+
+def _idle(timeline: Timeline) -> float:
+    """Share of the step in which a rank neither computes nor updates, the mean over ranks."""
+    busy = [time.compute + time.update for time in stage_times(timeline).values()]
+    return 1 - sum(busy) / len(busy) / timeline.step_seconds
 
 
 def _parameters(options: argparse.Namespace) -> int:
