@@ -203,4 +203,5 @@ def _spec(profile: ModelProfile, number: int, made: list[Any]) -> _Layer:
 
 
 def _parameter(size: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(max(1, size // FLOAT)))
+    # The same on all replicas; pages of zeros that are only read take no memory.
+    return nn.Parameter(torch.zeros(max(1, size // FLOAT)))
