@@ -33,6 +33,7 @@ def work(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
 
 def memory_of_a_stage(folder: Path) -> dict[str, Any]:
     """Live bytes after start-up and a step; the model is real, and its other parts are freed."""
+    torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(6)])
     graph = capture(model, torch.randn(2, WIDTH), loss=F.mse_loss)
     plan = cases.make_plan(graph, (2, 1), 4, 2)
