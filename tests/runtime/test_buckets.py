@@ -102,12 +102,18 @@ class Counting:
         return Done()
 
 
-def test_a_bucket_waits_for_those_before_it(small_buckets: Any) -> None:
-    """The first layer's gradient comes first here, but is summed after the last layer's."""
+def two_parameters() -> tuple[nn.Parameter, nn.Parameter, GradientBuffers]:
+    """A first layer's of 20 numbers and a last layer's of 30, each in a bucket of its own."""
     first, last = nn.Parameter(torch.ones(20)), nn.Parameter(torch.ones(30))
     buffers = GradientBuffers({"first": first, "last": last}, (0, 1), {})
-    transport = Counting()
     buffers.attach()
+    return first, last, buffers
+
+
+def test_a_bucket_waits_for_those_before_it(small_buckets: Any) -> None:
+    """The first layer's gradient comes first here, but is summed after the last layer's."""
+    first, last, buffers = two_parameters()
+    transport = Counting()
     with buffers.summing(transport):  # type: ignore[arg-type]
         first.sum().backward()
         assert transport.sums == []
@@ -118,10 +124,8 @@ def test_a_bucket_waits_for_those_before_it(small_buckets: Any) -> None:
 
 def test_a_missing_gradient_holds_back_its_bucket_until_the_end(small_buckets: Any) -> None:
     """Another replica may have it; the order of the sums must be the same on both."""
-    first, last = nn.Parameter(torch.ones(20)), nn.Parameter(torch.ones(30))
-    buffers = GradientBuffers({"first": first, "last": last}, (0, 1), {})
+    first, _, buffers = two_parameters()
     transport = Counting()
-    buffers.attach()
     with buffers.summing(transport):  # type: ignore[arg-type]
         first.sum().backward()
     assert transport.sums[:2] == [30, 20]
