@@ -9,12 +9,23 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from dapple.errors import InputError
+from dapple.records import Plan
 from dapple.runtime.batch import Batch
 from dapple.runtime.layout import Layout
 from dapple.runtime.transport import Transport
 
 _PRIME = 4_194_301
 """The largest below 2**22."""
+
+
+def plan_in_words(plan: Plan) -> str:
+    """What ranks compare of their plans: all that a run depends on.
+
+    Not what a rank may have found out for itself, such as how fast its links are.
+    """
+    run = plan.model_dump_json(exclude={"predicted", "cluster", "notes"})
+    mark = zlib.crc32(run.encode())
+    return f"one of {plan.num_stages} stages for {plan.model} ({mark:08x})"
 
 
 def check_same(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import time
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from dapple.errors import InputError
 from dapple.graph import LayerGraph, SeedLayer
 from dapple.records import Plan, Timeline
-from dapple.runtime.agreement import check_same, check_weights, global_loss
+from dapple.runtime.agreement import check_same, check_weights, global_loss, plan_in_words
 from dapple.runtime.batch import Batch, WeightFunction, check_targets
 from dapple.runtime.buffers import WrittenBuffers
 from dapple.runtime.clipping import Clipping, counted_here
@@ -136,15 +135,11 @@ class Trainer:
         self._seed = seed
         self._steps = 0
         self._precision = Precision(precision, self.device)
-        # Not what a rank may have found out for itself, such as how fast its links are.
-        run = plan.model_dump_json(exclude={"predicted", "cluster", "notes"})
-        limit = None if clip_norm is None else (float(clip_norm), float(norm_type))
         self._told = {
-            "the plan": f"one of {plan.num_stages} stages for {plan.model} "
-            f"({zlib.crc32(run.encode()):08x})",
+            "the plan": plan_in_words(plan),
             "precision": precision,
             "batch_norm": batch_norm,
-            "clipping": f"{limit}",
+            "clipping": f"{None if clip_norm is None else (float(clip_norm), float(norm_type))}",
             "the list of metrics": f"{list(self._metrics)}",
         }
         names = list(graph.parameters())
