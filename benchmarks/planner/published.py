@@ -21,23 +21,26 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.planner.referee import (
+    ALONE,
+    SAME,
+    Judged,
+    baseline,
+    best_of,
+    judged,
+    label,
+    straight_by_blocks,
+    two_stages,
+)
 from dapple.cluster import NETWORK_MODELS, preset
 from dapple.costs import CostModel
-from dapple.planner import SearchOptions, search
-from dapple.planner.balance import balanced_bounds
-from dapple.planner.baselines import BASELINES
-from dapple.planner.estimate import estimate_seconds
-from dapple.planner.placement import POLICIES, place
+from dapple.planner import search
 from dapple.planner.problem import Layout, Problem
-from dapple.planner.refusal import Refusal
-from dapple.planner.warmup import tune_warmup
-from dapple.records import ModelProfile, Plan, StagePlan
+from dapple.records import ModelProfile
 from dapple.records.text_profile import load_text_profile
 from dapple.schedule import warmup_counts
 from dapple.simulator import step_seconds
 
-ALONE = SearchOptions(baselines=False)
-SAME = 1e-9
 CLUSTERS = ("config-a", "config-b", "config-c", "config-a:4x8")
 
 
@@ -81,20 +84,6 @@ WORKLOADS = (
 
 
 @dataclass(frozen=True)
-class Judged:
-    """A plan and its simulated step in seconds."""
-
-    stages: tuple[StagePlan, ...]
-    micro_batches: int
-    seconds: float
-
-    @property
-    def shape(self) -> tuple[tuple[int, int], ...]:
-        """Per stage its end and its replicas."""
-        return tuple((stage.stop, stage.replicas) for stage in self.stages)
-
-
-@dataclass(frozen=True)
 class Cell:
     """One workload on one cluster under one network model."""
 
@@ -112,34 +101,11 @@ class Cell:
         return self.others[name].seconds / self.ours.seconds
 
 
-def best_of(problem: Problem, layouts: Iterable[Layout]) -> Judged:
-    """The shortest step of some layouts, with the warm-up that suits it; far guesses are skipped."""
-    guessed = []
-    for layout in layouts:
-        for variant in problem.variants(layout):
-            counts = problem.guess_warmup(variant)
-            assert counts is not None, "the profiles do not know memory"
-            guessed.append((estimate_seconds(problem, variant, counts), variant))
-    guessed.sort()
-    found: list[tuple[float, Layout, tuple[StagePlan, ...]]] = []
-    for seconds, layout in guessed:
-        if seconds > guessed[0][0] * 1.15:
-            break
-        stages = problem.fit(layout, "")
-        assert not isinstance(stages, Refusal)
-        found.append((problem.step_seconds(stages, layout.micro_batches), layout, stages))
-    seconds, layout, stages = min(found)
-    count = layout.micro_batches
-    if len(stages) > 1 and problem.tunes_warmup:
-        most = problem.most_in_flight(stages, count)
-        stages, seconds = tune_warmup(stages, most, lambda s: problem.step_seconds(s, count))
-    return Judged(stages, count, seconds)
-
-
-def baseline(problem: Problem, name: str) -> Iterator[Layout]:
-    """A named planner's layouts for every number of micro-batches."""
-    for count in problem.micro_batch_counts:
-        yield from BASELINES[name](problem, count)
+def fastest(problem: Problem, layouts: Iterable[Layout]) -> Judged:
+    """The best of layouts of which some fit; without known memory all do."""
+    found = best_of(problem, layouts)
+    assert found is not None, "the profiles do not know memory"
+    return found
 
 
 def paper_layouts(problem: Problem, plan: str | tuple[int, int, str]) -> Iterator[Layout]:
@@ -148,56 +114,32 @@ def paper_layouts(problem: Problem, plan: str | tuple[int, int, str]) -> Iterato
         yield from baseline(problem, "dp")
     elif plan == "straight":
         yield from baseline(problem, "straight")
-        yield from _straight_by_blocks(problem)
+        blocks = [float("layer_" in layer.name.lower()) for layer in problem.profile.layers]
+        yield from straight_by_blocks(problem, blocks)
     else:
         first, second, name = plan
         names = [layer.name for layer in problem.profile.layers]
-        yield from _two_stages(problem, (first, second), [names.index(str(name)) + 1])
-
-
-def _straight_by_blocks(problem: Problem) -> Iterator[Layout]:
-    """One device per stage and equally many of the repeated blocks in each."""
-    blocks = [float("layer_" in layer.name.lower()) for layer in problem.profile.layers]
-    bounds = balanced_bounds(blocks, problem.num_devices)
-    devices = tuple((device,) for device in range(problem.num_devices))
-    for count in problem.micro_batch_counts:
-        yield Layout(bounds, devices, count)
-
-
-def _two_stages(
-    problem: Problem, replicas: tuple[int, int], cuts: Iterable[int]
-) -> Iterator[Layout]:
-    everything = set(range(problem.num_devices))
-    sets = {place(policy, problem.machine_sizes, (), replicas[0]) for policy in POLICIES}
-    for first in sorted(s for s in sets if s is not None):
-        second = tuple(sorted(everything.difference(first)))
-        for cut, count in itertools.product(cuts, problem.micro_batch_counts):
-            yield Layout((0, cut, problem.num_layers), (first, second), count)
+        yield from two_stages(problem, (first, second), [names.index(str(name)) + 1])
 
 
 def judge(profile: ModelProfile, work: Workload, cluster: str, network: str) -> Cell:
     """Everybody's plan for one cell."""
     where = preset(cluster)
     result = search(profile, where, work.batch, network_model=network, options=ALONE)
-    ours = _judged(result.plan)
+    ours = judged(result.plan)
     predicted = result.plan.predicted
     assert predicted is not None
     assert predicted.lower_bound_seconds is not None
     problem = Problem(profile, where, work.batch, network_model=network)
-    others = {name: best_of(problem, baseline(problem, name)) for name in ("pipedream", "hpgo")}
+    others = {name: fastest(problem, baseline(problem, name)) for name in ("pipedream", "hpgo")}
     cell = Cell(work, cluster, network, profile, ours, predicted.lower_bound_seconds, others, "")
     plan = work.paper.get(cluster)
     if plan is None:
         return cell
-    others["paper"] = best_of(problem, paper_layouts(problem, plan))
+    others["paper"] = fastest(problem, paper_layouts(problem, plan))
     if others["paper"].shape == ours.shape:
         return cell
     return replace(cell, why=_why(cell, problem, plan))
-
-
-def _judged(plan: Plan) -> Judged:
-    assert plan.predicted is not None
-    return Judged(plan.stages, plan.num_micro_batches, plan.predicted.step_seconds)
 
 
 def _why(cell: Cell, problem: Problem, plan: str | tuple[int, int, str]) -> str:
@@ -221,7 +163,7 @@ def _why(cell: Cell, problem: Problem, plan: str | tuple[int, int, str]) -> str:
         parts.append(f"{more} stages ({len(ours.stages)} for {len(paper.stages)})")
     if plan != "straight":
         cuts = range(1, problem.num_layers)
-        moved = best_of(problem, _two_stages(problem, (int(plan[0]), int(plan[1])), cuts))
+        moved = fastest(problem, two_stages(problem, (int(plan[0]), int(plan[1])), cuts))
         if moved.seconds < ours.seconds * (1 - SAME):
             cell.others["the paper's replicas, best cut"] = moved
         name = cell.profile.layers[moved.stages[0].stop - 1].name
@@ -253,20 +195,6 @@ def _why(cell: Cell, problem: Problem, plan: str | tuple[int, int, str]) -> str:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.0f}"
-
-
-def _label(judged: Judged, profile: ModelProfile) -> str:
-    stages = judged.stages
-    if len(stages) == 1:
-        return "DP" if stages[0].replicas > 1 else "1"
-    replicas = [stage.replicas for stage in stages]
-    if len(stages) <= 3:
-        cuts = ", ".join(profile.layers[stage.stop - 1].name for stage in stages[:-1])
-        return f"{':'.join(map(str, replicas))} after {cuts}"
-    if max(replicas) == 1:
-        return f"straight, {len(stages)} stages"
-    runs = [(width, len(list(group))) for width, group in itertools.groupby(replicas)]
-    return ":".join(f"{width}" if n == 1 else f"{width}^{n}" for width, n in runs)
 
 
 def table(cells: list[Cell]) -> str:
@@ -340,14 +268,14 @@ def _worst(cells: list[Cell]) -> Iterator[str]:
 
 def _row(cell: Cell) -> str:
     columns = [f"{cell.work.name}, {cell.work.batch}", cell.cluster]
-    columns += [_label(cell.ours, cell.profile), f"{cell.ours.micro_batches}"]
+    columns += [label(cell.ours, cell.profile), f"{cell.ours.micro_batches}"]
     columns += [f"{cell.ours.seconds * 1e3:.1f}", f"{cell.ours.seconds / cell.bound - 1:.1%}"]
     for name in ("pipedream", "hpgo", "paper"):
         if name in cell.others:
             lost = cell.ratio(name) < 1 - SAME
             ratio = f"{cell.ratio(name):.3f}"
             other = cell.others[name]
-            columns += [f"{_label(other, cell.profile)}, M {other.micro_batches}"]
+            columns += [f"{label(other, cell.profile)}, M {other.micro_batches}"]
             columns += [f"**{cell.ratio(name):.5f}**" if lost else ratio]
         else:
             columns += ["", ""]
