@@ -12,9 +12,9 @@ from dapple.records import ModelProfile, StagePlan
 
 Range = tuple[int, int]
 
-BUCKET_BYTES = 25 * 2**20
+BUCKET_BYTES = 4 * 2**20
 """A stage's gradients are summed in buckets of at least so many bytes."""
-MOST_BUCKETS = 16
+MOST_BUCKETS = 32
 """No stage has more buckets; those of large stages are larger."""
 
 

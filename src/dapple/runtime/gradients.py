@@ -3,9 +3,11 @@
     stage's own parameters   --> buffer per dtype, cut in buckets --> AllReduce over the replicas
     tied parameter           --> buffer                           --> AllReduce over all holders
 
-Each parameter's `.grad` is a view into its buffer: nothing is copied for the AllReduce, and a rank
-without a gradient adds zeros. A parameter that got none on any rank has none in the end, so that
-the optimizer skips it as on one device (it would otherwise decay it).
+Each parameter's `.grad` is a view into its buffer: nothing is copied for the AllReduce. The first
+gradient of a step is written over what the view holds, later ones are added, so no time goes into
+zeros at the begin of a step. A rank without a gradient adds zeros. A parameter that got none on any
+rank has none in the end, so that the optimizer skips it as on one device (it would otherwise decay
+it).
 
 Buckets hold parameters in the order in which a backward completes them, and are summed in that
 order, each as soon as it and those before it are complete in the last micro-batch's backward
@@ -35,7 +37,6 @@ class _Group:
     """
 
     parameters: list[nn.Parameter]
-    views: list[torch.Tensor]
     buffer: torch.Tensor
     found: torch.Tensor
     ranks: tuple[int, ...]
@@ -70,6 +71,7 @@ class GradientBuffers:
         tied_ranks: Mapping[str, tuple[int, ...]],
     ) -> None:
         self._groups: list[_Group] = []
+        self._views: dict[int, torch.Tensor] = {}
         self._touched: set[int] = set()
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[int, _Bucket] = {}
@@ -92,16 +94,16 @@ class GradientBuffers:
         return [group.buffer for group in self._groups]
 
     def attach(self) -> None:
-        """Point every `.grad` at its view; an optimizer's zero_grad may have dropped it."""
-        for group in self._groups:
-            for parameter, view in zip(group.parameters, group.views, strict=True):
-                parameter.grad = view
+        """Go on with a sum: `.grad` is where it was; an optimizer's zero_grad may have dropped it."""
+        for parameter in self._parameters():
+            touched = id(parameter) in self._touched
+            parameter.grad = self._views[id(parameter)] if touched else None
 
     def zero(self) -> None:
-        """Start a new sum."""
+        """Start a new sum: what comes first to each parameter is written over the old one."""
         self._touched.clear()
-        for group in self._groups:
-            group.buffer.zero_()
+        for parameter in self._parameters():
+            parameter.grad = None
 
     @contextmanager
     def summing(self, transport: Transport) -> Iterator[None]:
@@ -126,6 +128,10 @@ class GradientBuffers:
 
     def start_sums(self, transport: Transport) -> list[Pending]:
         """Start the sums that have not been started yet; returns all that are under way."""
+        for parameter in self._parameters():
+            if id(parameter) not in self._touched:
+                # No bucket that is under way has it: it would not have been complete.
+                parameter.grad = self._views[id(parameter)].zero_()
         pending, self._started = self._started, []
         for bucket in self._buckets[len(pending) :]:
             pending.append(transport.sum(bucket.gradients, bucket.ranks))
@@ -137,18 +143,22 @@ class GradientBuffers:
             pending.append(transport.sum(group.found, group.ranks))
         return pending
 
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        for group in self._groups:
+            yield from group.parameters
+
     def _add(self, parameters: Sequence[nn.Parameter], ranks: tuple[int, ...]) -> _Group:
         first = parameters[0]
         size = sum(p.numel() for p in parameters)
         buffer = torch.zeros(size, dtype=first.dtype, device=first.device)
-        views = []
         position = 0
         for parameter in parameters:
-            views.append(buffer[position : position + parameter.numel()].view(parameter.shape))
+            view = buffer[position : position + parameter.numel()].view(parameter.shape)
+            self._views[id(parameter)] = view
             position += parameter.numel()
             parameter.register_post_accumulate_grad_hook(self._accumulated)
         found = torch.zeros(len(parameters), device=first.device)
-        group = _Group(list(parameters), views, buffer, found, ranks)
+        group = _Group(list(parameters), buffer, found, ranks)
         self._groups.append(group)
         return group
 
@@ -168,7 +178,11 @@ class GradientBuffers:
                 start, inside = stop, []
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
-        """A backward has added this parameter's gradient."""
+        """A backward has made this parameter's gradient, or added to it."""
+        view, gradient = self._views[id(parameter)], parameter.grad
+        if gradient is not None and gradient is not view:
+            view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+            parameter.grad = view
         self._touched.add(id(parameter))
         bucket = self._bucket_of.get(id(parameter))
         if self._transport is None or bucket is None:

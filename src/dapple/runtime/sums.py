@@ -55,12 +55,12 @@ class RankGradients:
         return [buffer for part in self._parts() for buffer in part.buffers()]
 
     def attach(self) -> None:
-        """Point every `.grad` at its view; an optimizer's zero_grad may have dropped it."""
+        """Go on with the sums of the call before."""
         for part in self._parts():
             part.attach()
 
     def zero(self) -> None:
-        """Start a new sum."""
+        """Start new sums."""
         for part in self._parts():
             part.zero()
 

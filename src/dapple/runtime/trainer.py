@@ -368,9 +368,10 @@ class Trainer:
     def _step(self, handed: Handed, update: bool, metrics: bool) -> StepResult:
         begin = time.perf_counter()
         self._recorder.start()
-        self._gradients.attach()
         if self._fresh:
             self._gradients.zero()
+        else:
+            self._gradients.attach()
         layout, batch = handed.layout, self._batch(handed)
         if self.topology.is_last:
             scale = 1.0 if self.scaler is None else self.scaler.get_scale()
