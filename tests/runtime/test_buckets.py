@@ -140,3 +140,35 @@ def test_a_second_gradient_in_the_last_backward_is_refused(small_buckets: Any) -
         parameter.sum().backward()
         with pytest.raises(AssertionError, match="once"):
             parameter.sum().backward()
+
+
+class _Nothing(torch.autograd.Function):
+    """An operator that turns out to have no gradient for its parameter."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return gradient, None
+
+
+def test_a_gradient_that_a_backward_leaves_out_is_zeros_in_the_sum_and_none_in_the_update(
+    small_buckets: Any,
+) -> None:
+    """Neither what the step before left in the buffer nor a gradient that one device has not."""
+    first, last, buffers = two_parameters()
+    transport = Counting()
+    with buffers.summing(transport):  # type: ignore[arg-type]
+        (first.sum() + last.sum()).backward()
+    buffers.wait()
+    buffers.zero()
+    with buffers.summing(transport):  # type: ignore[arg-type]
+        _Nothing.apply(first.sum(), last).backward()  # type: ignore[no-untyped-call]
+        assert transport.sums[-2:] == [30, 20], "both are complete within the backward"
+        assert buffers.buffers()[0][:30].tolist() == [0.0] * 30
+    buffers.wait()
+    assert last.grad is None
+    assert first.grad is not None
+    assert first.grad.tolist() == [1.0] * 20

@@ -130,8 +130,10 @@ class GradientBuffers:
         """Start the sums that have not been started yet; returns all that are under way."""
         for parameter in self._parameters():
             if id(parameter) not in self._touched:
-                # No bucket that is under way has it: it would not have been complete.
-                parameter.grad = self._views[id(parameter)].zero_()
+                parameter.grad = self._views[id(parameter)]
+                # What is complete may be on its way, and has been zeroed.
+                if id(parameter) not in self._complete:
+                    parameter.grad.zero_()
         pending, self._started = self._started, []
         for bucket in self._buckets[len(pending) :]:
             pending.append(transport.sum(bucket.gradients, bucket.ranks))
@@ -178,17 +180,20 @@ class GradientBuffers:
                 start, inside = stop, []
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
-        """A backward has made this parameter's gradient, or added to it."""
+        """A backward has made this parameter's gradient, added to it, or found that it has none."""
         view, gradient = self._views[id(parameter)], parameter.grad
-        if gradient is not None and gradient is not view:
-            view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
-            parameter.grad = view
-        self._touched.add(id(parameter))
+        if gradient is not None:
+            if gradient is not view:
+                view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+                parameter.grad = view
+            self._touched.add(id(parameter))
         bucket = self._bucket_of.get(id(parameter))
         if self._transport is None or bucket is None:
             return
         assert id(parameter) not in self._complete, "one backward adds to each gradient once"
         self._complete.add(id(parameter))
+        if gradient is None:
+            view.zero_()
         bucket.missing -= 1
         for ready in self._buckets[len(self._started) :]:
             if ready.missing:
