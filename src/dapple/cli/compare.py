@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dapple.cli import common
+from dapple.cli import common, options
 
 if TYPE_CHECKING:
     from dapple.planner import Compared
@@ -14,23 +14,13 @@ if TYPE_CHECKING:
 
 def compare(
     profile: Annotated[str, typer.Option("--profile", help="A profile file.")],
-    cluster: Annotated[
-        str, typer.Option("--cluster", help="A cluster file, a preset, or local:2.")
-    ],
-    global_batch_size: Annotated[int, typer.Option("--global-batch-size", help="Rows of a step.")],
-    micro_batch_size: Annotated[
-        int | None, typer.Option(help="Rows of a micro-batch; each planner chooses by default.")
-    ] = None,
-    memory: Annotated[
-        str | None, typer.Option(help='Memory of each device, such as "110 MiB".')
-    ] = None,
-    optimizer: Annotated[str, typer.Option(help="Whose state takes memory.")] = "adamw",
-    network_model: Annotated[
-        str | None, typer.Option(help="shared or paper; the cluster's by default.")
-    ] = None,
-    profile_batch_size: Annotated[
-        int | None, typer.Option(help="Batch size of a text profile.")
-    ] = None,
+    cluster: options.ClusterName,
+    global_batch_size: options.GlobalBatchSize,
+    micro_batch_size: options.MicroBatchSize = None,
+    memory: options.Memory = None,
+    optimizer: options.Optimizer = "adamw",
+    network_model: options.NetworkModel = None,
+    profile_batch_size: options.ProfileBatchSize = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON.")] = False,
 ) -> None:
     """Compare dapple's plan with those of other planners, each simulated in the same way.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dapple.cli import common
+from dapple.cli import common, options
 from dapple.errors import InputError, PlanError
 
 if TYPE_CHECKING:
@@ -18,15 +18,13 @@ MOST_PROCESSES = 64
 
 
 def emulate(
-    plan: Annotated[str, typer.Argument(help="A plan file.")],
-    profile: Annotated[str, typer.Option("--profile", help="The profile it was made from.")],
+    plan: options.PlanFile,
+    profile: options.ProfileOfPlan,
     steps: Annotated[int, typer.Option(help="Steps to measure, after two to warm up.")] = 5,
     time_scale: Annotated[float, typer.Option(help="Factor for all seconds.")] = 1.0,
     byte_scale: Annotated[float, typer.Option(help="Factor for all bytes.")] = 1.0,
     output: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("runs/emulation"),
-    profile_batch_size: Annotated[
-        int | None, typer.Option(help="Batch size of a text profile.")
-    ] = None,
+    profile_batch_size: options.ProfileBatchSize = None,
 ) -> None:
     """Run a plan's schedule, messages and memory in as many processes, without its devices.
 

@@ -7,23 +7,19 @@ from typing import Annotated
 
 import typer
 
-from dapple.cli import common
+from dapple.cli import common, options
 from dapple.cli.analytic import costs_of
 
 
 def plan(
-    cluster: Annotated[
-        str, typer.Option("--cluster", help="A cluster file, a preset, or local:2.")
-    ],
-    global_batch_size: Annotated[int, typer.Option("--global-batch-size", help="Rows of a step.")],
+    cluster: options.ClusterName,
+    global_batch_size: options.GlobalBatchSize,
     profile: Annotated[str | None, typer.Option("--profile", help="A profile file.")] = None,
     model: Annotated[
         str | None,
         typer.Option("--model", help='Instead of a profile: a zoo name, or "module:function".'),
     ] = None,
-    args: Annotated[
-        str, typer.Option("--args", help="Arguments of the model's factory, as JSON.")
-    ] = "{}",
+    args: options.FactoryArguments = "{}",
     device: Annotated[
         str | None,
         typer.Option(help="Where the model's times are for, such as v100-16gb; the cluster's."),
@@ -31,28 +27,23 @@ def plan(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Where the plan goes.")
     ] = None,
-    micro_batch_size: Annotated[
-        int | None, typer.Option(help="Rows of a micro-batch; chosen by default.")
-    ] = None,
-    memory: Annotated[
-        str | None, typer.Option(help='Memory of each device, such as "110 MiB".')
-    ] = None,
+    micro_batch_size: options.MicroBatchSize = None,
+    memory: options.Memory = None,
     planner: Annotated[
         str,
         typer.Option(
-            help="dapple, or a baseline: dp, straight, even, gpipe, torchgpipe, pipedream, hpgo, paper."
+            help="dapple, or a baseline: dp, straight, even, gpipe, torchgpipe, pipedream, hpgo, "
+            "paper, paper-corrected."
         ),
     ] = "dapple",
-    optimizer: Annotated[str, typer.Option(help="Whose state takes memory.")] = "adamw",
+    optimizer: options.Optimizer = "adamw",
     schedule: Annotated[
         str, typer.Option(help="early-backward, gpipe, interleaved or zero-bubble.")
     ] = "early-backward",
     virtual: Annotated[
         int | None, typer.Option(help="Stages per device; 2 for interleaved, else 1 by default.")
     ] = None,
-    network_model: Annotated[
-        str | None, typer.Option(help="shared or paper; the cluster's by default.")
-    ] = None,
+    network_model: options.NetworkModel = None,
     warmup: Annotated[
         str | None, typer.Option(help="Warm-up policy A, B or tuned; the best by default.")
     ] = None,
@@ -68,9 +59,7 @@ def plan(
     explain: Annotated[
         bool, typer.Option("--explain", help="Say what binds the plan, and what else there was.")
     ] = False,
-    profile_batch_size: Annotated[
-        int | None, typer.Option(help="Batch size of a text profile.")
-    ] = None,
+    profile_batch_size: options.ProfileBatchSize = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Find the plan with the shortest step that fits the devices' memory.

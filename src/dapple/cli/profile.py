@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dapple.cli import common
+from dapple.cli import common, options
 from dapple.cli.analytic import make_profile
 from dapple.errors import InputError
 
@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 def profile(
     model: Annotated[str, typer.Argument(help='A zoo name, or "module:function".')],
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the profile goes.")],
-    args: Annotated[
-        str, typer.Option("--args", help="Arguments of the model's factory, as JSON.")
-    ] = "{}",
+    args: options.FactoryArguments = "{}",
     device: Annotated[
         str,
         typer.Option(help="cpu is measured; others, such as v100-16gb, are computed from shapes."),

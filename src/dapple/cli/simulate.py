@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from dapple.cli import common
+from dapple.cli import common, options
 
 
 def simulate(
-    plan: Annotated[str, typer.Argument(help="A plan file.")],
-    profile: Annotated[str, typer.Option("--profile", help="The profile it was made from.")],
+    plan: options.PlanFile,
+    profile: options.ProfileOfPlan,
     cluster: Annotated[
         str | None, typer.Option(help="Another cluster than the plan's own.")
     ] = None,
@@ -30,9 +30,7 @@ def simulate(
     trace: Annotated[
         Path | None, typer.Option(help="Write a trace that opens in Perfetto.")
     ] = None,
-    profile_batch_size: Annotated[
-        int | None, typer.Option(help="Batch size of a text profile.")
-    ] = None,
+    profile_batch_size: options.ProfileBatchSize = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the timeline as JSON.")] = False,
 ) -> None:
     """Simulate one step of a plan: times, bubbles, memory.
