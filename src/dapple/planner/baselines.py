@@ -8,6 +8,7 @@
     pipedream   PipeDream's hierarchical dynamic programme
     hpgo        the released search of DAPPLE's authors
     paper       the planner that DAPPLE describes, with its formula as printed
+    paper-corrected  the same with the pivot that agrees with its equations
 
 All are judged like our own plans: the simulator decides, micro-batch sizes and warm-up are chosen
 for each, and what does not fit the memory is refused.
@@ -21,7 +22,7 @@ import numpy as np
 
 from dapple.planner.balance import balanced_bounds
 from dapple.planner.hpgo import hpgo
-from dapple.planner.paper import paper
+from dapple.planner.paper import paper, paper_corrected
 from dapple.planner.pipedream import pipedream
 from dapple.planner.problem import Layout, Problem
 from dapple.planner.torchgpipe import torchgpipe
@@ -61,12 +62,13 @@ BASELINES: dict[str, Baseline] = {
     "pipedream": pipedream,
     "hpgo": hpgo,
     "paper": paper,
+    "paper-corrected": paper_corrected,
 }
 
 FIXED_SCHEDULES = {"gpipe": "gpipe", "torchgpipe": "gpipe"}
 """Baselines that are defined by their schedule, whichever is asked for."""
 
-_LIMITS = {"pipedream": 600, "hpgo": 4000, "paper": 100}
+_LIMITS = {"pipedream": 600, "hpgo": 4000, "paper": 100, "paper-corrected": 100}
 
 
 def candidates(problem: Problem) -> tuple[str, ...]:

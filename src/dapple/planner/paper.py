@@ -1,4 +1,4 @@
-"""The planner of the paper: DAPPLE, section 4, with equations 1 and 2 and the printed pivot rule.
+"""The planner of the paper: DAPPLE, section 4, with equations 1 and 2.
 
     T(j, g)     the first j layers on the devices g, the others as one last stage on all the rest:
                 a whole plan, and its latency L
@@ -13,25 +13,30 @@ and C that of B, L needs no second look at earlier stages:
 
     L = u_Q + max_s (AR_s - C_s)        u_s = M X_s + P_s        v_s = (M-1) X_s + P_s
 
-and the rule for the pivot, from the last stage to the first, is: if u_s > v_Q then Q = s.
+and the rule for the pivot, from the last stage to the first, is: if u_s > v_Q then Q = s, as
+Algorithm 1 prints it, or corrected: if u_s > u_Q. `FORMULAS` names both.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from dapple.planner.formulas import expand, paper_latency
+from dapple.planner.formulas import corrected_latency, expand, paper_latency
 from dapple.planner.paper_costs import Pair, PaperCosts
 from dapple.planner.placement import Policy, place
 from dapple.planner.problem import Layout, Problem
 from dapple.planner.tables import Ints
 from dapple.planner.traffic import Devices, Floats
 
+Latency = Callable[[Sequence[float], Sequence[float], Sequence[float], int], float]
+"""Forward, backward and AllReduce of the expanded stages, and M: to the step's seconds."""
+FORMULAS: dict[str, Latency] = {"paper": paper_latency, "paper-corrected": corrected_latency}
+"""By the planner's name: the pivot as printed, and the one that agrees with equations 1 and 2."""
 _POLICIES: tuple[Policy, ...] = ("fresh", "append", "scatter")
 _MOST_COUNTS = 16
 """Beyond so many devices stages take a multiple of a few of them."""
@@ -44,15 +49,25 @@ _PLACES = (64, 24)
 
 def paper(problem: Problem, micro_batches: int) -> Iterator[Layout]:
     """The plan of least latency by the printed formula."""
+    yield _best(problem, micro_batches, corrected=False)
+
+
+def paper_corrected(problem: Problem, micro_batches: int) -> Iterator[Layout]:
+    """The same with the corrected pivot."""
+    yield _best(problem, micro_batches, corrected=True)
+
+
+def _best(problem: Problem, micro_batches: int, corrected: bool) -> Layout:
     many = int(problem.num_devices > _FEW_DEVICES)
     costs = PaperCosts(problem, micro_batches, _PLACES[many])
-    bounds, devices = _Recursion(costs, problem.machine_sizes, micro_batches).run(_SETS[many])
+    recursion = _Recursion(costs, problem.machine_sizes, micro_batches, corrected)
+    bounds, devices = recursion.run(_SETS[many])
     places = [int(costs.places[bound]) for bound in bounds]
-    yield Layout(tuple(places), devices, micro_batches)
+    return Layout(tuple(places), devices, micro_batches)
 
 
-def printed_seconds(problem: Problem, layout: Layout) -> float:
-    """What the printed formula expects of a layout, seconds; rows need not be whole."""
+def expected_seconds(problem: Problem, layout: Layout, latency: Latency) -> float:
+    """What one of the `FORMULAS` expects of a layout, seconds; rows need not be whole."""
     costs = PaperCosts(problem, layout.micro_batches, problem.num_layers)
     where = [int(np.searchsorted(costs.places, bound)) for bound in layout.bounds]
     stages, links, reduces = [], [], []
@@ -65,7 +80,7 @@ def printed_seconds(problem: Problem, layout: Layout) -> float:
         expand([stage[way] for stage in stages], [link[way] for link in links]) for way in (0, 1)
     )
     allreduce = expand(reduces, [0.0] * len(links))
-    return paper_latency(forward, backward, allreduce, layout.micro_batches)
+    return latency(forward, backward, allreduce, layout.micro_batches)
 
 
 @dataclass
@@ -76,8 +91,8 @@ class _Memo:
         seconds: T(j, g), infinite where there is none.
         time, back: P and C behind the prefix.
         ending: max AR_s - C_s over its stages.
-        up, down: shape (n + 1, W), u and v of its expanded stages, the last one in the last column;
-            -inf in front.
+        up, level: shape (n + 1, W), u of its expanded stages and what another one must exceed to be
+            the pivot in their place; the last stage in the last column, -inf in front.
         last: per j the devices of its last stage.
         parent: per j the device set and the place before its last stage.
     """
@@ -87,7 +102,7 @@ class _Memo:
     back: Floats
     ending: Floats
     up: Floats
-    down: Floats
+    level: Floats
     last: list[Devices]
     parent: list[tuple[Devices, int]]
 
@@ -109,29 +124,24 @@ class _Memo:
 
 
 class _Stage(NamedTuple):
-    """Some expanded stage of many plans at once: u, v and P, C behind it."""
+    """Some expanded stage of many plans at once: u, the pivot's level, and P, C behind it."""
 
     up: Floats
-    down: Floats
+    level: Floats
     time: Floats
     back: Floats
-
-    @classmethod
-    def after(cls, time: Floats, back: Floats, own: Pair, total: int) -> _Stage:
-        """The stage of F and B `own` behind others of P and C."""
-        both = own[0] + own[1]
-        down = (total - 1) * both + time
-        # u >= v in rounding too: a stage must not replace itself.
-        return cls(down + both, down, time + both, back + own[1])
 
 
 class _Recursion:
     """The memo of one problem with one M."""
 
-    def __init__(self, costs: PaperCosts, machine_sizes: tuple[int, ...], total: int) -> None:
+    def __init__(
+        self, costs: PaperCosts, machine_sizes: tuple[int, ...], total: int, corrected: bool
+    ) -> None:
         self.costs = costs
         self.sizes = machine_sizes
         self.total = total
+        self.corrected = corrected
         self.everything = tuple(range(sum(machine_sizes)))
         self.places = len(costs.places)
         self.width = 2 * min(self.places, len(self.everything))
@@ -159,6 +169,14 @@ class _Recursion:
         both = forward[-1] - forward[0] + backward[-1] - backward[0]
         return float(self.total * both + self.costs.allreduce(self.everything)[0, -1])
 
+    def _after(self, time: Floats, back: Floats, own: Pair) -> _Stage:
+        """The stage of F and B `own` behind others of P and C."""
+        both = own[0] + own[1]
+        printed = (self.total - 1) * both + time
+        # u is at least this in rounding too: a stage must not replace itself.
+        up = printed + both
+        return _Stage(up, up if self.corrected else printed, time + both, back + own[1])
+
     def _extend(self, memos: dict[Devices, _Memo], devices: Devices) -> None:
         """All steps from the plans on some devices."""
         memo = memos[devices]
@@ -183,7 +201,7 @@ class _Recursion:
         taken: Devices,
     ) -> None:
         """Put every j..j' on the chosen devices."""
-        memo, total, costs = before[1], self.total, self.costs
+        memo, costs = before[1], self.costs
         rest = tuple(sorted(set(self.everything).difference(taken)))
         time, back, ending = (v[cuts, None] for v in (memo.time, memo.back, memo.ending))
         link = np.zeros((2, len(cuts), 1))
@@ -192,23 +210,23 @@ class _Recursion:
             rows = [row for row, other in enumerate(lasts) if other == last]
             if last:
                 link[:, rows, 0] = np.array(costs.link(last, chosen))[:, cuts[rows]]
-        entry = _Stage.after(time, back, (link[0], link[1]), total)
+        entry = self._after(time, back, (link[0], link[1]))
         prefix = costs.stage(len(chosen))
         own = prefix[0] - prefix[0][cuts, None], prefix[1] - prefix[1][cuts, None]
-        stage = _Stage.after(entry.time, entry.back, own, total)
+        stage = self._after(entry.time, entry.back, own)
         ending = np.maximum(ending, costs.allreduce(chosen)[cuts] - entry.back)
-        out = _Stage.after(stage.time, stage.back, costs.link(chosen, rest), total)
+        out = self._after(stage.time, stage.back, costs.link(chosen, rest))
         suffix = costs.stage(len(rest))
         remaining = suffix[0][-1] - suffix[0], suffix[1][-1] - suffix[1]
-        final = _Stage.after(out.time, out.back, remaining, total)
+        final = self._after(out.time, out.back, remaining)
         whole = np.maximum(ending, costs.allreduce(rest)[:, -1] - out.back)
-        top, level = final.up, final.down
-        parts = [(out.up, out.down), (stage.up, stage.down), (entry.up, entry.down)]
+        top, level = final.up, final.level
+        parts = [(out.up, out.level), (stage.up, stage.level), (entry.up, entry.level)]
         columns = np.flatnonzero(memo.up[cuts].max(axis=0) > -np.inf)[::-1]
-        parts += [(memo.up[cuts, c, None], memo.down[cuts, c, None]) for c in columns]
-        for up, down in parts:
+        parts += [(memo.up[cuts, c, None], memo.level[cuts, c, None]) for c in columns]
+        for up, own_level in parts:
             pivot = up > level
-            top, level = np.where(pivot, up, top), np.where(pivot, down, level)
+            top, level = np.where(pivot, up, top), np.where(pivot, own_level, level)
         seconds = top + whole
         ends = np.arange(self.places)
         seconds[(ends <= cuts[:, None]) | (ends == self.places - 1)] = np.inf
@@ -222,7 +240,7 @@ class _Recursion:
         found.ending[better] = ending[which, better]
         for old, new, one, two in (
             (memo.up, found.up, entry.up, stage.up),
-            (memo.down, found.down, entry.down, stage.down),
+            (memo.level, found.level, entry.level, stage.level),
         ):
             new[better, :-2] = old[origin, 2:]
             new[better, -2], new[better, -1] = one[which, 0], two[which, better]

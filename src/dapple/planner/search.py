@@ -16,7 +16,7 @@ from dapple.planner.certificate import lower_bound
 from dapple.planner.estimate import estimate_seconds
 from dapple.planner.exact import families, in_order
 from dapple.planner.general import GeneralSearch
-from dapple.planner.paper import printed_seconds
+from dapple.planner.paper import FORMULAS, expected_seconds
 from dapple.planner.problem import Layout, Problem
 from dapple.planner.refusal import Refusal
 from dapple.planner.reschedule import RESCHEDULED, rescheduled
@@ -207,8 +207,8 @@ def search(
     plan = problem.plan(run.best.layout, run.best.stages, planner)
     predicted = predict(plan, profile)
     notes = _notes(problem)
-    if planner == "paper":
-        notes += (_printed(problem, run.best.layout, predicted.step_seconds),)
+    if planner in FORMULAS:
+        notes += (_expected(problem, run.best.layout, planner, predicted.step_seconds),)
     if planner == "dapple" and options.certificate:
         bound = lower_bound(problem, predicted.step_seconds, plan.num_micro_batches)
         predicted = predicted.model_copy(update={"lower_bound_seconds": bound})
@@ -412,11 +412,12 @@ def _notes(problem: Problem) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _printed(problem: Problem, layout: Layout, seconds: float) -> str:
-    printed = printed_seconds(problem, layout)
-    ratio = f", {seconds / printed:.3g}x that" if printed > 0 else ""
+def _expected(problem: Problem, layout: Layout, planner: str, seconds: float) -> str:
+    expected = expected_seconds(problem, layout, FORMULAS[planner])
+    ratio = f", {seconds / expected:.3g}x that" if expected > 0 else ""
+    which = "as printed" if planner == "paper" else "with the corrected pivot"
     return (
-        f"chosen by the paper's formula as printed, which expects {printed:.4g} s and splits rows "
+        f"chosen by the paper's formula {which}, which expects {expected:.4g} s and splits rows "
         f"evenly, whole or not; the simulated step takes {seconds:.4g} s{ratio}"
     )
 

@@ -33,7 +33,7 @@ def comparison_table(rows: Sequence[Compared], title: str) -> Table:
     """
     caption = escape(_caption(rows))
     table = Table(title=escape(title), caption=caption, caption_justify="left", box=SIMPLE)
-    table.add_column("planner")
+    table.add_column("planner", no_wrap=True)
     table.add_column("plan")
     for name in _COLUMNS:
         table.add_column(name, justify="right")
