@@ -150,7 +150,7 @@ class _Nothing(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradient, None
 
 
