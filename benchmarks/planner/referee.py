@@ -36,6 +36,11 @@ class Judged:
         """Per stage its end and its replicas."""
         return tuple((stage.stop, stage.replicas) for stage in self.stages)
 
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Per stage its replicas."""
+        return tuple(stage.replicas for stage in self.stages)
+
 
 def judged(plan: Plan) -> Judged:
     """A predicted plan."""

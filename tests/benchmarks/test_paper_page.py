@@ -1,0 +1,169 @@
+"""docs/paper.md's parts, each on little of what the page has."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.paper import hybrid, planners, plans, scaling
+from benchmarks.paper.errata import Errata
+from benchmarks.paper.facts import BATCHES, CLUSTERS, MODELS, PLANS, POLICY_GAINS
+from benchmarks.paper.gpipe_simulated import Cell
+from benchmarks.paper.markdown import table
+from benchmarks.paper.page import PARTS
+from benchmarks.paper.policies import PolicyGain
+from benchmarks.paper.questions import (
+    Answers,
+    Case,
+    OneDevice,
+    Ours,
+    Question,
+    answer_all,
+    profile_of,
+)
+from benchmarks.planner.referee import Judged
+
+from dapple.records import StagePlan
+
+ASKED: list[int] = []
+
+
+@dataclass(frozen=True)
+class Square(Question[int]):
+    number: int
+
+    def answer(self) -> int:
+        ASKED.append(self.number)
+        return self.number**2
+
+
+class Made(dict[Question[Any], Any]):
+    """Answers without computing: data parallelism in a second, others as given."""
+
+    def __missing__(self, question: Question[Any]) -> Any:
+        if isinstance(question, OneDevice):
+            return 8.0
+        if isinstance(question, hybrid.NoOverlap):
+            return 2.0
+        assert isinstance(question, (Ours, plans.Theirs, hybrid.DataParallel)), question
+        layers = profile_of(question.case.model).num_layers
+        judged = Judged((StagePlan(start=0, stop=layers, devices=(0, 1)),), 1, 1.0)
+        return (judged, True) if isinstance(question, plans.Theirs) else judged
+
+
+def test_equal_questions_are_answered_once() -> None:
+    """Parts that ask the same share the answer."""
+    ASKED.clear()
+    answers = answer_all([Square(3), Square(2), Square(3)], processes=1)
+    assert ASKED == [3, 2]
+    assert answers[Square(3)] == 9
+
+
+def test_every_part_asks_what_can_be_compared_and_sent_to_a_process() -> None:
+    """Questions are values: as many different ones as the page's tables have cells, no fewer."""
+    asked = [question for part in PARTS for question in part.questions()]
+    different = set(asked)
+    assert len(different) < len(asked)
+    assert sum(isinstance(q, plans.Theirs) for q in different) == 2 * len(MODELS) * len(CLUSTERS)
+    assert sum(isinstance(q, hybrid.DataParallel) for q in different) >= 15 * len(hybrid.FACTORS)
+
+
+def test_the_papers_cuts_are_layers_of_our_profiles() -> None:
+    """So many repeated layers lie before each cut as the paper counts."""
+    for model, plan in itertools.chain.from_iterable(
+        ((model, plan) for plan in PLANS[model]) for model in MODELS
+    ):
+        names = [layer.name for layer in profile_of(model).layers]
+        for behind in plan.behind:
+            kept = names[: names.index(behind) + 1]
+            counted = [n for n in kept if n.startswith(("blocks.", "cells.", "features."))]
+            counted += [n for n in kept if n.startswith(("encoder.", "both_ways", "first"))]
+            # AmoebaNet's reduction cells are no normal cells: two at its start, then every 13th.
+            reductions = {"cells.0", "cells.1", "cells.14", "cells.27"}
+            assert len([n for n in counted if n not in reductions]) == plan.cut, (model, behind)
+
+
+def test_a_plan_of_the_paper_that_beats_ours_is_shown() -> None:
+    """The page's first line says where ours is slower, and only there."""
+    case = Case("bert-48", "config-a", BATCHES["bert-48"], "shared")
+    assert "Ours is slower in none of the 36 cells" in plans.verdict(Answers(Made()))
+    judged = Judged((StagePlan(start=0, stop=50, devices=(0, 1)),), 1, 0.9)
+    lost = plans.verdict(Answers(Made({plans.Theirs(case): (judged, True)})))
+    assert lost.startswith("**Ours is slower")
+    assert lost.count("\n- ") == 1
+    assert "bert-48 on config-a" in lost
+
+
+def test_the_papers_plan_keeps_its_replicas_and_its_cut() -> None:
+    """VGG-19 on C: 15:1 behind the thirteenth convolution, with the best M of our profile."""
+    judged, fits = plans.Theirs(Case("vgg-19", "config-c", 32)).answer()
+    assert fits
+    assert judged.replicas == (15, 1)
+    assert profile_of("vgg-19").layers[judged.stages[0].stop - 1].name == "features.12"
+
+
+def test_without_overlap_data_parallelism_takes_longer() -> None:
+    """The AllReduce of VGG-19 on C, 0.6 GB, is not free."""
+    case = Case("vgg-19", "config-c", 512)
+    overlap, late = hybrid.DataParallel(case).answer(), hybrid.NoOverlap(case).answer()
+    assert overlap is not None
+    assert late is not None
+    assert late > overlap.seconds * 1.05
+
+
+def test_pipedreams_plan_takes_every_device() -> None:
+    """Whatever its stages, PipeDream leaves no device idle."""
+    judged, fits = planners.PipeDream(Case("vgg-19", "config-a", 256)).answer()
+    assert fits
+    assert sum(judged.replicas) == 16
+
+
+def test_early_backward_holds_the_same_whatever_m_is() -> None:
+    """GPipe's peak grows with M, early backward's does not, and both take as long."""
+    gpipe, early = ([Cell(run, count).answer() for count in (5, 8)] for run in ("gpipe", "dapple"))
+    assert gpipe[1][1] > gpipe[0][1] * 1.2
+    assert early[1][1] == early[0][1]
+    assert early[1][0] == pytest.approx(gpipe[1][0], rel=0.02)
+
+
+def test_policy_b_gains_no_more_than_half_the_acr() -> None:
+    """Two stages under policy A turn two micro-batches a round trip."""
+    acr, _ = POLICY_GAINS["xlnet-36"]
+    gain = PolicyGain("xlnet-36", 64).answer()
+    assert 1.01 < gain.quoted <= 1 + acr / 2 + 1e-9
+    assert gain.tuned >= gain.quoted - 1e-9
+
+
+def test_the_largest_bert_has_no_room_for_another_block() -> None:
+    """One block more and the pipeline does not fit."""
+    question = scaling.LargestBert(2)
+    largest = question.answer()
+    assert largest.blocks > 60
+    assert largest.peak <= 16 * 2**30
+    assert question.fitting(largest.blocks + 1) is None
+
+
+def test_the_printed_pivot_errs_more_than_the_corrected_one() -> None:
+    """Both below the simulated step at M = 4, the printed rule further."""
+    printed, corrected, _ = Errata(4, pipelines=25).answer()
+    assert printed.mean < corrected.mean < 0
+    assert printed.lowest < corrected.lowest
+
+
+def test_a_picture_shows_every_panel(tmp_path: Path) -> None:
+    """All models in one file, the same when drawn again."""
+    plots = pytest.importorskip("benchmarks.paper.plots")
+    first, second = (
+        plots.draw(Answers(Made()), tmp_path / name, pictures=["config-b"])[0].read_text()
+        for name in "ab"
+    )
+    assert first == second
+    assert all(f">{model}<" in first for model in hybrid.SHOWN)
+
+
+def test_tables_align_numbers_right() -> None:
+    """Headings that end with a colon."""
+    assert table(("a", "b:"), [["x", "1"]]) == "| a | b |\n|---|--:|\n| x | 1 |"
