@@ -294,6 +294,8 @@ def test_a_profile_in_place_of_a_plan_is_refused(profile_file):
         (("--network-model", "x"), 'network model "x" is unknown'),
         (("--cluster", "config-a:1x1"), "the plan uses device 1 but the cluster has 1"),
         (("--cluster", "config-z"), "presets: local"),
+        (("--picture", "step.gif"), "end its name in .svg, .png, .pdf"),
+        (("--measured", "no.json"), "no.json"),
     ],
 )
 def test_an_option_of_simulate_that_makes_no_sense_is_refused(

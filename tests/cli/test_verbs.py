@@ -114,6 +114,22 @@ def test_simulate_writes_a_trace_and_prints_the_timeline(plan_file, profile_file
     assert {e["ph"] for e in events} >= {"M", "X", "b", "e"}
 
 
+def test_simulate_draws_the_step_alone_or_above_a_run(plan_file, profile_file, tmp_path):
+    """A run's timeline is drawn below it, and its shares of the step are printed beside."""
+    pytest.importorskip("matplotlib")
+    simulate = ("simulate", plan_file, "--profile", profile_file)
+    path, run = tmp_path / "step.svg", tmp_path / "timeline.json"
+    assert f"picture written to {path}" in succeeds(*simulate, "--picture", path)
+    assert "rank 1 stage 1" in path.read_text("utf-8")
+    timeline = json.loads(succeeds(*simulate, "--json"))
+    run.write_text(json.dumps({**timeline, "source": "measured"}))
+    shown = succeeds(*simulate, "--picture", path, "--measured", run)
+    assert "simulated / measured" in shown
+    titles = [line for line in path.read_text("utf-8").splitlines() if "mlp, " in line]
+    assert ["simulated" in t for t in titles] == [True, False]
+    assert ["measured run" in t for t in titles] == [False, True]
+
+
 def test_schedules_go_out_to_a_file_and_come_back(plan_file, profile_file, tmp_path):
     """PyTorch's CSV of zero bubble gives zero bubble's step."""
     path = tmp_path / "own.csv"

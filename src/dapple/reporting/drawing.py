@@ -10,13 +10,13 @@ it can be read without colour and copied into a mail. A block too short for both
 from __future__ import annotations
 
 import itertools
-import string
 from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
 from dapple.errors import InputError
 from dapple.records import Span, Timeline
+from dapple.reporting.ranks import rank_label, spans_of_ranks, stage_letters
 from dapple.units import format_seconds
 
 _SIGNS = {
@@ -59,8 +59,8 @@ def pipeline_drawing(timeline: Timeline, width: int = 100) -> Text:
     Raises:
         InputError: the timeline has no spans, or the width leaves no room.
     """
-    rows = _rows(timeline)
-    labels = {rank: _label(rank, spans) for rank, spans in rows.items()}
+    rows = spans_of_ranks(timeline)
+    labels = {rank: rank_label(rank, spans) for rank, spans in rows.items()}
     margin = max(map(len, labels.values())) + 2
     columns = width - margin
     if columns < _NARROWEST:
@@ -72,40 +72,13 @@ def pipeline_drawing(timeline: Timeline, width: int = 100) -> Text:
     text = Text(no_wrap=True)
     for rank, spans in rows.items():
         text.append(labels[rank].ljust(margin))
-        letters = _letters(spans)
+        letters = stage_letters(spans)
         for block, length in _blocks(spans, columns, step / columns):
             text.append(*_block_text(block, length, letters))
         text.append("\n")
     text.append(_axis(step, columns, margin) + "\n")
     text.append(_legend(timeline, rows, step / columns))
     return text
-
-
-def _rows(timeline: Timeline) -> dict[int, list[Span]]:
-    rows: dict[int, list[Span]] = {}
-    for rank, spans in itertools.groupby(
-        sorted(timeline.spans, key=lambda span: (span.rank, span.start)), lambda span: span.rank
-    ):
-        rows[rank] = list(spans)
-    if not rows:
-        raise InputError("the timeline has no spans to draw; simulate with spans=True")
-    return rows
-
-
-def _label(rank: int, spans: Sequence[Span]) -> str:
-    replica = f".{spans[0].replica}" if spans[0].replica else ""
-    stages = sorted({span.stage for span in spans})
-    if len(stages) > 1:
-        return f"rank {rank:2} stages {','.join(map(str, stages))}{replica}"
-    return f"rank {rank:2} stage {stages[0]}{replica}"
-
-
-def _letters(spans: Sequence[Span]) -> dict[int, str]:
-    """What marks each stage of a rank; nothing if it is the only one."""
-    stages = sorted({span.stage for span in spans})
-    if len(stages) == 1:
-        return {stages[0]: ""}
-    return {stage: string.ascii_lowercase[n % 26] for n, stage in enumerate(stages)}
 
 
 def _blocks(
@@ -158,7 +131,7 @@ def _axis(step: float, columns: int, margin: int) -> str:
 
 def _legend(timeline: Timeline, rows: dict[int, list[Span]], column_seconds: float) -> str:
     used = {span.kind for spans in rows.values() for span in spans}
-    if any(len(_letters(spans)) > 1 for spans in rows.values()):
+    if any(len(stage_letters(spans)) > 1 for spans in rows.values()):
         used_letters = "a, b, .. stages of a rank"
     else:
         used_letters = ""
