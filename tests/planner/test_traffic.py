@@ -11,7 +11,7 @@ from dapple.cluster import Cluster
 from dapple.costs import Network
 from dapple.planner.exact import device_sequences
 from dapple.planner.symmetry import Symmetry
-from dapple.planner.traffic import MessageBytes, busiest, slowest, traffic
+from dapple.planner.traffic import CutBytes, MessageBytes, busiest, slowest, traffic
 from tests.planner.strategies import clusters
 
 
@@ -19,18 +19,24 @@ from tests.planner.strategies import clusters
 def test_slowest_flow_or_card(
     cluster: Cluster, rows: int, paper: bool, data: st.DataObject
 ) -> None:
-    """Alike flows are looked at once, and none is forgotten, whether they are few or many."""
+    """Alike flows are looked at once, and none is forgotten, be they few or many, there and back."""
     network = Network(cluster, "paper" if paper else "shared")
     if cluster.num_devices < 2:
         return
     pairs = list(device_sequences(cluster.machine_sizes(), 2))
     senders, receivers = data.draw(st.sampled_from(pairs))
     size = MessageBytes(np.array([0.0, 10.0, 1e6]), np.array([0.0, 0.0, 500.0]))
-    loads = traffic(network, senders, receivers, rows)
-    expected = busiest(loads, 1, loads, 0, size)
+    half = MessageBytes(size.per_row / 2, size.fixed / 2)
+    expected = [
+        busiest(loads, 1, loads, 0, bytes_)
+        for bytes_, loads in (
+            (size, traffic(network, senders, receivers, rows)),
+            (half, traffic(network, receivers, senders, rows)),
+        )
+    ]
     places = Symmetry(cluster, network).places
     for few in (0, 24):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("dapple.planner.traffic._FEW", few)
-            found = slowest(network, places, (senders, receivers), rows, size)
+            found = slowest(network, places, (senders, receivers), rows, CutBytes(size, half))
         assert np.allclose(found, expected, rtol=1e-12)

@@ -22,36 +22,40 @@ Ints = NDArray[np.int64]
 
 
 def exposed_seconds(
-    size: Floats, backward: Floats, fixed: float, per_byte: float, marks: Ints | None = None
+    size: Floats,
+    backward: Floats,
+    fixed: float | Floats,
+    per_byte: float | Floats,
+    marks: Ints | None = None,
 ) -> Floats:
     """At least the seconds from the end of a stage's last backward to that of its AllReduce.
 
     Args:
         size: shape (N + 1,), prefix sums of the layers' gradient bytes.
-        backward: shape (N + 1,), prefix sums of their last backward, seconds.
-        fixed, per_byte: AllReduce seconds whatever the bytes, and for each byte.
+        backward: shape (..., N + 1), prefix sums of their last backward, seconds.
+        fixed, per_byte: shape (...), AllReduce seconds whatever the bytes, and for each byte.
         marks: shape (n + 1,), layer numbers where stages begin and end; None: every layer. With
             fewer of them a stage's first layers are taken to have parameters, so the result may
             be too large by `fixed`.
 
     Returns:
-        Shape (n + 1, n + 1), for stages from one mark to another; 0 where there are none.
+        Shape (..., n + 1, n + 1), for stages from one mark to another; 0 where there are none.
     """
     if marks is None:
         marks = np.arange(len(size))
+    fixed, per_byte = np.asarray(fixed)[..., None, None], np.asarray(per_byte)[..., None]
     # From one layer to the next; the backward of layer k itself is done when k's gradients are.
-    late = np.maximum.reduceat(per_byte * size[1:] - backward[:-1], marks[:-1])
-    base = per_byte * size[marks] - backward[marks]
+    late = np.maximum.reduceat(per_byte * size[1:] - backward[..., :-1], marks[:-1], axis=-1)
+    base = per_byte * size[marks] - backward[..., marks]
     # Layers below the stage's first one with parameters have nothing to add up.
     first = np.searchsorted(size[marks], size[marks], side="right") - 1
     parts = np.arange(len(marks) - 1)
-    longest = np.where(parts[None, :] < first[:, None], -np.inf, late[None, :])
-    np.maximum.accumulate(longest, axis=1, out=longest)
-    exposed = np.zeros((len(marks), len(marks)))
-    exposed[:, 1:] = np.maximum(longest - base[:, None] + fixed, 0.0)
-    some = size[marks][None, :] > size[marks][:, None]
-    result: Floats = np.where(some, exposed, 0.0)
-    return result
+    longest = np.where(parts < first[:, None], -np.inf, late[..., None, :])
+    np.maximum.accumulate(longest, axis=-1, out=longest)
+    exposed = np.zeros((*longest.shape[:-1], len(marks)))
+    np.maximum(longest - (base[..., None] - fixed), 0.0, out=exposed[..., 1:])
+    exposed *= size[marks] > size[marks][:, None]
+    return exposed
 
 
 def exposed_alone(size: Floats, backward: Floats, fixed: float, per_byte: float) -> float:

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -18,7 +17,7 @@ import numpy as np
 
 from dapple.planner.climb import changed, climb
 from dapple.planner.cuts import better_cuts
-from dapple.planner.dynamic import Effort, trade_off
+from dapple.planner.dynamic import trade_off
 from dapple.planner.estimate import estimate_seconds, slowest_stages
 from dapple.planner.frame import Frame, choose_step, device_orders, make_frame
 from dapple.planner.grid import Grid, choose_marks, make_grid
@@ -31,7 +30,10 @@ from dapple.schedule import warmup_counts
 _SCOUT_MARKS, _MARKS = 20, 44
 _ALL_MARKS, _FEW_DEVICES = 64, 32
 """With so few layers and devices every cut is looked at: equal stages may need any of them."""
-_SCOUT_EFFORT, _EFFORT = Effort(close=1.15, between=1), Effort(close=1.02, between=3)
+_SCOUT_VALUES, _VALUES = 4, 10
+"""Values of t that the dynamic programme tries."""
+_LIMIT = 1.1
+"""Layouts whose estimate must be longer than the best by more are not looked for."""
 _EQUAL = (1, 2, 4)
 """Widths that are also looked at in all stages alike: long pipelines are best even, or nearly so."""
 _IN_FLIGHT = (1, 2, 4)
@@ -40,6 +42,8 @@ _POLISHED = 3
 """Layouts on different devices whose cuts are improved whenever the dynamic programme has run."""
 _CLIMBED = 6
 """Layouts on different devices that are improved before anything is simulated."""
+_FILL = 0.3
+"""Part of one micro-batch's seconds on a single device that filling the pipeline takes, roughly."""
 _BEST_COUNTS = 5
 _GOOD = 1.2
 """How much longer than the best a step may look for its M to be looked at closely."""
@@ -94,18 +98,22 @@ class GeneralSearch:
                 self._improve(layout, seconds)
 
     def _scout(self) -> None:
-        """About every second M, the more even ones, and then those beside a good one."""
-        counts = self.problem.micro_batch_counts
-        batch = self.problem.global_batch_size
-        pairs = itertools.zip_longest(counts[1:-1:2], counts[2:-1:2])
-        even = [min((m for m in pair if m), key=lambda m: (-batch % m, m)) for pair in pairs]
-        first = {counts[0], *even, counts[-1]}
-        for count in sorted(first):
+        """Every M that can be good, those that look good first."""
+        problem, everything = self.problem, tuple(range(self.problem.num_devices))
+        for count in problem.micro_batch_counts:
+            self._estimate([Layout((0, problem.num_layers), (everything,), count)])
+        for count in sorted(problem.micro_batch_counts, key=self._fill_and_work):
             self._scout_count(count)
-        good = self._good_counts()
-        for number, count in enumerate(counts):
-            if count not in first and good.intersection(counts[number - 1 : number + 2]):
-                self._scout_count(count)
+
+    def _fill_and_work(self, count: int) -> float:
+        """About how long a step must take: the work spread over all devices, and a part of it."""
+        tables = self.problem.tables(count)
+        forward, backward = tables.layer_seconds(tables.first_rows)
+        return float(forward[-1] + backward[-1]) * (count / self.problem.num_devices + _FILL)
+
+    @property
+    def _limit(self) -> float:
+        return min(self._estimates.values(), default=np.inf) * _LIMIT
 
     def _good_counts(self) -> set[int]:
         """The M whose best estimate is not far from the best of all."""
@@ -116,14 +124,16 @@ class GeneralSearch:
         order = device_orders(self.problem.cluster)[0]
         marks = choose_marks(self.problem.tables(count), self._most_marks(_SCOUT_MARKS))
         grid = make_grid(self.problem, self._frame(order, count), count, marks, 1)
-        self._try(grid, _SCOUT_EFFORT)
+        self._try(grid, _SCOUT_VALUES)
 
-    def _try(self, grid: Grid, effort: Effort, polished: int = _POLISHED) -> list[Layout]:
+    def _try(self, grid: Grid, values: int, polished: int = _POLISHED) -> list[Layout]:
         """What the dynamic programme finds, and the best of it with better cuts."""
         # Under policy B a stage may run ahead of its transfers.
         attachments = (False, True) if self.problem.warmup == "A" else (False,)
         found = [
-            plan.layout for attached in attachments for plan in trade_off(grid, attached, effort)
+            layout
+            for attached in attachments
+            for layout in trade_off(grid, self._limit, attached, values)
         ]
         self._estimate(found)
         variants = {variant for layout in found for variant in self.problem.variants(layout)}
@@ -151,11 +161,11 @@ class GeneralSearch:
             frame = self._frame(order, count)
             for in_flight in _IN_FLIGHT:
                 grid = make_grid(self.problem, frame, count, marks, in_flight)
-                found = self._try(grid, _EFFORT)
+                found = self._try(grid, _VALUES)
                 for option in grid.options if number == 0 and in_flight == 1 else ():
                     if frame.widths[option] in _EQUAL:
                         equal = replace(grid, options=np.array([option]))
-                        self._try(equal, _SCOUT_EFFORT, polished=0)
+                        self._try(equal, _SCOUT_VALUES, polished=0)
                 if not any(self._is_short_of_memory(layout) for layout in found):
                     break
 

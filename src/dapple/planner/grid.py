@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -11,6 +12,8 @@ from dapple.planner.frame import Frame
 from dapple.planner.problem import Problem
 from dapple.planner.tables import CostTables, Ints
 from dapple.planner.traffic import Devices, Floats
+
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -21,9 +24,9 @@ class Grid:
         frame: where stages may lie.
         options: shape (R,), which of the frame's replica counts are looked at.
         marks: shape (n + 1,), layer numbers at which stages may begin or end, 0 and N included.
-        stage: shape (kinds, n + 1, n + 1): forward and backward seconds of a mean micro-batch of
-            layers marks[i]..marks[j], infinite where they do not fit or j <= i.
-        backward: shape (kinds, n + 1, n + 1): the backward part.
+        stage: shape (kinds, n + 1), prefix sums: forward and backward seconds of a mean micro-batch.
+        reach: shape (kinds, n + 1): the last mark up to which the memory suffices from each mark.
+        backward: shape (kinds, n + 1), prefix sums: the backward part.
         link_forward, link_backward: shape (links, n + 1): seconds of a transfer.
         after: shape (reduces, n + 1, n + 1): seconds from the last backward's end to the update's,
             of stages of each kind and ring.
@@ -34,23 +37,63 @@ class Grid:
     options: Ints
     marks: Ints
     stage: Floats
+    reach: Ints
     backward: Floats
     link_forward: Floats
     link_backward: Floats
     after: Floats
     micro_batches: int
 
+    @cached_property
     def least_slowest(self) -> float:
         """No plan has a slowest stage below: the longest layer, or all work spread evenly."""
-        kinds = np.unique(self.frame.kind[0, self.options])
-        kinds = kinds[kinds >= 0]
-        widths = np.array([len(self.frame.stages[k]) for k in kinds])
-        steps = np.arange(len(self.marks) - 1)
-        single = self.stage[kinds][:, steps, steps + 1]
-        longest = single.min(axis=0).max()
-        spread = (single * widths[:, None]).min(axis=0).sum() / len(self.frame.order)
-        least = float(max(longest, spread))
-        return least if np.isfinite(least) else 0.0
+        return float(max(self._least(1).max(), self._least_work[-1] / len(self.frame.order)))
+
+    @cached_property
+    def _least_work(self) -> Floats:
+        """Prefix sums of the devices x seconds that the layers between the marks take at least."""
+        return np.concatenate([[0.0], np.cumsum(self._least(self._widths[:, None]))])
+
+    @cached_property
+    def _kinds(self) -> Ints:
+        kinds = np.unique(self.frame.kind[:, self.options])
+        return kinds[kinds >= 0]
+
+    @cached_property
+    def _widths(self) -> Ints:
+        return np.array([len(self.frame.stages[k]) for k in self._kinds])
+
+    def _least(self, weights: Ints | int) -> Floats:
+        least: Floats = (np.diff(self.stage[self._kinds]) * weights).min(axis=0)
+        return least
+
+    def ends(self, kinds: Ints, begins: Ints, longest: Floats) -> Ints:
+        """Up to which mark stages can go that begin at a mark and may take so long; shape (P,)."""
+        flat, apart = self._in_a_row
+        size = len(self.marks)
+        most = flat[kinds * size + begins] + np.minimum(longest * (1 + _ROUNDING), apart / 2)
+        ends: Ints = np.searchsorted(flat, most, side="right") - 1 - kinds * size
+        return np.minimum(ends, self.reach[kinds, begins])
+
+    @cached_property
+    def _in_a_row(self) -> tuple[Floats, float]:
+        """The stages' prefix sums one behind the other, ascending, and how far apart they begin."""
+        apart = 4.0 * float(self.stage.max()) + 1.0
+        return (self.stage + apart * np.arange(len(self.stage))[:, None]).reshape(-1), apart
+
+    def band(self, slowest: float) -> tuple[Ints, Ints]:
+        """First and last mark per position up to which its devices can and must have come.
+
+        Args:
+            slowest: seconds that no stage may exceed.
+        """
+        before, work = self.frame.positions, self._least_work
+        slowest = min(slowest, work[-1])
+        done = slowest * before * (1 + _ROUNDING)
+        rest = slowest * (before[-1] - before) * (1 + _ROUNDING)
+        last = np.searchsorted(work, done, side="right") - 1
+        first = np.searchsorted(work, work[-1] - rest, side="left")
+        return first, last
 
 
 def choose_marks(tables: CostTables, limit: int) -> Ints:
@@ -86,13 +129,16 @@ def make_grid(
     tables = problem.tables(micro_batches)
     options = _useful_options(frame, tables.first_rows)
     used = np.unique(frame.kind[:, options])
-    shape = len(frame.stages), len(marks), len(marks)
-    stage, backward = np.full(shape, np.inf), np.zeros(shape)
+    shape = len(frame.stages), len(marks)
+    stage, backward = np.zeros(shape), np.zeros(shape)
+    reach = np.full(shape, len(marks) - 1)
     for kind in used[used >= 0]:
         devices = frame.stages[kind]
-        both, backward[kind] = _stage_seconds(tables, devices, marks)
-        needed = _least_bytes(problem, tables, len(devices), marks, in_flight)
-        stage[kind] = np.where(needed > problem.symmetry.least_memory(devices), np.inf, both)
+        table = tables.stage(devices)
+        stage[kind] = table.work[marks] / micro_batches
+        backward[kind] = table.likely_backward[marks]
+        if problem.memory_is_known:
+            reach[kind] = _reach(problem, tables, devices, marks, in_flight)
     forward_links, backward_links = (np.zeros((len(frame.links), len(marks))) for _ in range(2))
     used = np.unique(frame.link[:, options])
     for number in used[used >= 0]:
@@ -101,16 +147,18 @@ def make_grid(
     update = _differences(tables.optimizer_prefix, marks)
     exposed = np.zeros((len(frame.reduces), len(marks), len(marks)))
     used = np.unique(frame.reduce_kind[:, options])
-    for number in used[used >= 0]:
-        kind, fixed, rate = frame.reduces[number]
-        if fixed or rate:
-            last = tables.stage(frame.stages[kind]).likely_backward
-            exposed[number] = exposed_seconds(tables.parameter_prefix, last, fixed, rate, marks)
+    rings = [number for number in used[used >= 0] if any(frame.reduces[number][1:])]
+    if rings:
+        kinds, fixed, rate = zip(*(frame.reduces[number] for number in rings), strict=True)
+        last = np.array([tables.stage(frame.stages[k]).likely_backward for k in kinds])
+        ring = np.array(fixed), np.array(rate)
+        exposed[rings] = exposed_seconds(tables.parameter_prefix, last, *ring, marks)
     return Grid(
         frame=frame,
         options=options,
         marks=marks,
         stage=stage,
+        reach=reach,
         backward=backward,
         link_forward=forward_links,
         link_backward=backward_links,
@@ -127,23 +175,17 @@ def _useful_options(frame: Frame, rows: int) -> Ints:
     return np.array(useful)
 
 
-def _stage_seconds(tables: CostTables, devices: Devices, marks: Ints) -> tuple[Floats, Floats]:
-    table = tables.stage(devices)
-    both = _differences(table.work, marks) / tables.micro_batches
-    empty = np.tri(len(marks), dtype=np.bool_)
-    return np.where(empty, np.inf, both), _differences(table.likely_backward, marks)
-
-
-def _least_bytes(
-    problem: Problem, tables: CostTables, replicas: int, marks: Ints, in_flight: int
-) -> Floats:
-    """Parameters, gradients, optimizer state and so many saved micro-batches, roughly."""
-    if not problem.memory_is_known:
-        return np.zeros((len(marks), len(marks)))
-    saved = tables.saved_prefix(-(-tables.first_rows // replicas))
-    factor = 2 + problem.state_factor(replicas, problem.shard)
-    fixed = factor * _differences(tables.parameter_prefix, marks)
-    return fixed + min(in_flight, tables.micro_batches) * _differences(saved, marks)
+def _reach(
+    problem: Problem, tables: CostTables, devices: Devices, marks: Ints, in_flight: int
+) -> Ints:
+    """How far parameters, gradients, state and so many saved micro-batches fit, roughly."""
+    saved = tables.saved_prefix(-(-tables.first_rows // len(devices)))
+    factor = 2 + problem.state_factor(len(devices), problem.shard)
+    count = min(in_flight, tables.micro_batches)
+    held = (factor * tables.parameter_prefix + count * saved)[marks]
+    memory = problem.symmetry.least_memory(devices)
+    reach: Ints = np.searchsorted(held, held + memory, side="right") - 1
+    return reach
 
 
 def _differences(prefix: Floats, marks: Ints) -> Floats:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Hashable
 
@@ -68,9 +69,10 @@ class Symmetry:
     def _runs(self, devices: Devices) -> tuple[list[int], list[int]]:
         """Machines in the order of the devices, and how many neighbouring devices are on each."""
         machines = self.places.machine_of[np.array(devices)]
-        starts = np.flatnonzero(np.diff(machines, prepend=-1))
-        lengths = np.diff(starts, append=len(machines))
-        return machines[starts].tolist(), lengths.tolist()
+        new = np.flatnonzero(machines[1:] != machines[:-1]) + 1
+        starts = [0, *new.tolist()]
+        lengths = [b - a for a, b in itertools.pairwise([*starts, len(devices)])]
+        return machines[starts].tolist(), lengths
 
     def reduce_cost(self, devices: Devices) -> tuple[float, float]:
         """AllReduce over the devices: seconds whatever the bytes, and seconds for each byte."""

@@ -229,12 +229,9 @@ class CostTables:
         key = self.symmetry.link_key(senders, receivers)
         found = self._links.get(key)
         if found is None:
-            crossing, rows = self.crossing_bytes, self.first_rows
-            places = self.symmetry.places
-            found = self._links[key] = LinkTable(
-                slowest(self.network, places, (senders, receivers), rows, crossing.forward),
-                slowest(self.network, places, (receivers, senders), rows, crossing.backward),
-            )
+            ends, places = (senders, receivers), self.symmetry.places
+            times = slowest(self.network, places, ends, self.first_rows, self.crossing_bytes)
+            found = self._links[key] = LinkTable(*times)
         return found
 
     def least_link(self, senders: Devices, receivers: Devices) -> LeastLink:

@@ -81,29 +81,27 @@ class Places:
 
 
 def slowest(
-    network: Network,
-    places: Places,
-    ends: tuple[Devices, Devices],
-    rows: int,
-    size: MessageBytes,
-) -> Floats:
-    """Seconds of one micro-batch's transfer until the last flow is through.
+    network: Network, places: Places, ends: tuple[Devices, Devices], rows: int, sizes: CutBytes
+) -> tuple[Floats, Floats]:
+    """Seconds of one micro-batch's transfer until the last flow is through, and of that back.
 
     Args:
-        network: routes and cards.
+        network: routes and cards, which are the same both ways.
         places: machines, and groups of equal machines.
         ends: senders and receivers.
         rows: of the micro-batch.
-        size: bytes by cut.
+        sizes: bytes by cut.
     """
     if len(ends[0]) + len(ends[1]) <= _FEW:
         loads = np.array(sorted(set(traffic(network, *ends, rows).values())))
     else:
         loads = np.array(_distinct_loads(network, places, *ends, rows))
     most, messages, rate, latency = loads.T[:, :, None]
-    sent = most * size.per_row + messages * size.fixed
-    seconds: Floats = np.where(sent > 0, latency + sent / rate, 0.0).max(axis=0)
-    return seconds
+    times = []
+    for size in (sizes.forward, sizes.backward):
+        sent = most * size.per_row + messages * size.fixed
+        times.append(np.where(sent > 0, latency + sent / rate, 0.0).max(axis=0))
+    return times[0], times[1]
 
 
 def _distinct_loads(
