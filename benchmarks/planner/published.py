@@ -1,18 +1,19 @@
 """Our plans beside PipeDream's, the authors' released search's (HPGO) and the paper's own.
 
-    python -m benchmarks.planner.published FOLDER [TABLE]
+    python -m benchmarks.planner.published FOLDER [TABLE] [--hpgo PYTHON]
 
 FOLDER holds the authors' text profiles (vgg-19-pbs-32.txt, bert-48-pbs-2.txt, xlnet-36-pbs-1.txt);
-the Markdown table goes to TABLE, by default docs/planners-published.md. The search runs without the
-baselines among its candidates. For the others the referee picks the number of micro-batches and the
+the Markdown table goes to TABLE, by default docs/planners-published.md. With --hpgo the released
+package is run by an interpreter that has it (`pip install HPGO graphviz` in a Python 3.7); without,
+its recorded answers count. The search runs without the baselines among its candidates. For the others the referee picks the number of micro-batches and the
 warm-up; the paper's plans are also placed by whichever policy suits them best. Goal: nobody's plan
 is shorter than ours on any profile, cluster and network model.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
-import sys
 import textwrap
 import time
 from collections.abc import Iterable, Iterator
@@ -32,15 +33,18 @@ from benchmarks.planner.referee import (
     straight_by_blocks,
     two_stages,
 )
+from benchmarks.planner.released import Answer, Chain, ask, package_chain, record, recorded
 from dapple.cluster import NETWORK_MODELS, preset
 from dapple.costs import CostModel
 from dapple.planner import search
+from dapple.planner.hpgo import released_network, released_search
 from dapple.planner.problem import Layout, Problem
 from dapple.records import ModelProfile
 from dapple.records.text_profile import load_text_profile
 from dapple.schedule import warmup_counts
 from dapple.simulator import step_seconds
 
+PACKAGE = "HPGO 0.9.2"
 CLUSTERS = ("config-a", "config-b", "config-c", "config-a:4x8")
 
 
@@ -122,7 +126,9 @@ def paper_layouts(problem: Problem, plan: str | tuple[int, int, str]) -> Iterato
         yield from two_stages(problem, (first, second), [names.index(str(name)) + 1])
 
 
-def judge(profile: ModelProfile, work: Workload, cluster: str, network: str) -> Cell:
+def judge(
+    profile: ModelProfile, work: Workload, cluster: str, network: str, package: Answer | None
+) -> Cell:
     """Everybody's plan for one cell."""
     where = preset(cluster)
     result = search(profile, where, work.batch, network_model=network, options=ALONE)
@@ -132,6 +138,8 @@ def judge(profile: ModelProfile, work: Workload, cluster: str, network: str) -> 
     assert predicted.lower_bound_seconds is not None
     problem = Problem(profile, where, work.batch, network_model=network)
     others = {name: fastest(problem, baseline(problem, name)) for name in ("pipedream", "hpgo")}
+    if package is not None:
+        others[PACKAGE] = fastest(problem, package.layouts(problem))
     cell = Cell(work, cluster, network, profile, ours, predicted.lower_bound_seconds, others, "")
     plan = work.paper.get(cluster)
     if plan is None:
@@ -252,6 +260,49 @@ def table(cells: list[Cell]) -> str:
     return "\n".join(out) + "\n"
 
 
+Key = tuple[str, int, tuple[int, ...]]
+"""Model, global batch and machines."""
+
+
+def package_table(
+    cells: list[Cell], answers: dict[Key, Answer], chains: dict[tuple[str, int], Chain]
+) -> str:
+    """The package's own plans, and whether our `hpgo` comes to the same."""
+    out = ["", "## HPGO 0.9.2 itself", ""]
+    out += textwrap.wrap(
+        "The package, run by Python 3.7 (`--hpgo PYTHON`), and `dapple.planner.hpgo` told the same "
+        "chain and network: score is the speed-up over one device that each expects. Our import "
+        "of a profile differs in two respects, so that the HPGO columns above need not "
+        "show these plans: masks and positions do not travel with every cut, and leading "
+        "inputs take no time; and there the network is the cluster's, not the package's built-in "
+        "one, and the plans without its slip count too. x is again its plan's step over ours.",
+        100,
+    )
+    out += ["", "| profile, batch | machines | package | score | ours by its rules | score |"]
+    out[-1] += " x `shared` | x `paper` | its time, s |"
+    out += ["|---|---|---|--:|---|--:|---|---|--:|"]
+    for (model, batch, machines), answer in answers.items():
+        mine = [
+            cell
+            for cell in cells
+            if (cell.work.name, cell.work.batch) == (model, batch) and PACKAGE in cell.others
+            if preset(cell.cluster).machine_sizes() == machines
+        ]
+        chain, profile = chains[model, batch], mine[0].profile
+        found = released_search(chain.costs, released_network(preset(mine[0].cluster)))
+        last = tuple(chain.names[cut - 1] for cut in found.cuts[1:-1])
+        same = (last, found.devices) == (answer.last, answer.devices)
+        plan = label(mine[0].others[PACKAGE], profile)
+        columns = [f"{model}, {batch}", f"{len(machines)} of {machines[0]}", plan]
+        columns += [f"{answer.score:.6f}", "the same" if same else "another"]
+        columns += [f"{chain.costs.seconds[-1] / found.seconds:.6f}"]
+        for network in NETWORK_MODELS:
+            ratios = [(c.cluster, c.ratio(PACKAGE)) for c in mine if c.network == network]
+            columns.append(", ".join(f"{name} {ratio:.3f}" for name, ratio in ratios))
+        out.append(f"| {' | '.join([*columns, f'{answer.seconds:.0f}'])} |")
+    return "\n".join(out) + "\n"
+
+
 def _worst(cells: list[Cell]) -> Iterator[str]:
     lost = list(losses(cells))
     if lost:
@@ -294,21 +345,44 @@ def losses(cells: Iterable[Cell]) -> Iterator[str]:
                 )
 
 
-def main(folder: Path, page: Path) -> None:
+def main(folder: Path, page: Path, python: str | None) -> None:
     """Judge every cell, write the page, and fail if another plan is shorter."""
-    cells = []
+    if python is not None:
+        record(list(_ask_all(folder, python)))
+    answers = {(a.model, a.batch, a.machines): a for a in recorded()}
+    cells, chains = [], {}
     for work in WORKLOADS:
         path = folder / f"{work.name}-pbs-{work.rows}.txt"
         profile = load_text_profile(path, work.rows)
+        chains[work.name, work.batch] = package_chain(path, work.rows, work.batch)
         for cluster, network in itertools.product(CLUSTERS, NETWORK_MODELS):
             begun = time.perf_counter()
-            cells.append(judge(profile, work, cluster, network))
+            package = answers.get((work.name, work.batch, preset(cluster).machine_sizes()))
+            cells.append(judge(profile, work, cluster, network, package))
             print(f"{time.perf_counter() - begun:5.1f} s  {_row(cells[-1])}", flush=True)
-    page.write_text(table(cells), encoding="utf-8")
+    page.write_text(table(cells) + package_table(cells, answers, chains), encoding="utf-8")
     lost = list(losses(cells))
     assert not lost, "\n".join(["ours is slower:", *lost])
 
 
-if __name__ == "__main__":
+def _ask_all(folder: Path, python: str) -> Iterator[Answer]:
+    machines = dict.fromkeys(preset(cluster).machine_sizes() for cluster in CLUSTERS)
+    for work, sizes in itertools.product(WORKLOADS, machines):
+        path = folder / f"{work.name}-pbs-{work.rows}.txt"
+        answer = ask(python, path, work.rows, work.batch, sizes)
+        print(answer, flush=True)
+        yield answer
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
     default = Path(__file__).parents[2] / "docs" / "planners-published.md"
-    main(Path(sys.argv[1]), Path(sys.argv[2]) if len(sys.argv) > 2 else default)
+    parser.add_argument("page", type=Path, nargs="?", default=default)
+    parser.add_argument("--hpgo", help="a Python that has HPGO 0.9.2")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    given = _arguments()
+    main(given.folder, given.page, given.hpgo)

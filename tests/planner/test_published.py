@@ -8,13 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from benchmarks.planner.released import Answer, package_chain, recorded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapple.cluster import Cluster, Link, preset
+from dapple.cluster import Cluster, preset
 from dapple.errors import PlanError
 from dapple.planner import PLANNERS, search
-from dapple.planner.hpgo import BatchCosts, hpgo, released_search
+from dapple.planner.hpgo import BatchCosts, hpgo, released_network, released_search
 from dapple.planner.pipedream import Level, find_levels, most_places, plan_hierarchy
 from dapple.planner.problem import Problem
 from dapple.planner.published import LayerCosts, leading_inputs
@@ -133,17 +134,6 @@ def test_torchgpipes_blocks_differ_by_one_at_most(costs: list[float], data: st.D
     assert max(sums) <= min(sums) + 1 + 1e-8
 
 
-def _release_network(cluster: Cluster) -> Cluster:
-    """The figures that are built into HPGO 0.9.2."""
-    (group,) = cluster.machines
-    assert group.outside is not None
-    rates = {"flow_bandwidth": 1.0e9, "allreduce_bandwidth": 3.0e9}
-    inside = Link(bandwidth=25e9, allreduce_bandwidth=25e9 * 4)
-    outside = group.outside.model_copy(update=rates)
-    group = group.model_copy(update={"inside": inside, "outside": outside})
-    return cluster.model_copy(update={"machines": (group,)})
-
-
 def _exhaustive(costs: BatchCosts, cluster: Cluster) -> float:
     """The score of every plan in HPGO's two-stage and data parallel families, one by one."""
     group, count, n = cluster.machines[0], cluster.num_devices, len(costs.seconds) - 1
@@ -207,7 +197,7 @@ def test_hpgo_is_the_best_of_its_own_space(
     slip: bool,
 ) -> None:
     """No data parallel or two-stage plan scores better; only the straight family may beat them."""
-    cluster = _release_network(preset(name))
+    cluster = released_network(preset(name))
     costs = BatchCosts(
         np.concatenate([[0.0], np.cumsum(seconds[:layers])]),
         np.concatenate([[0.0], np.cumsum(weights[:layers])]) * 1e9,
@@ -230,6 +220,8 @@ def test_hpgo_is_the_best_of_its_own_space(
     [
         ("vgg-19", 32, 1024, "config-a", [14, 2], ["MaxPool2d_4"]),
         ("vgg-19", 32, 1024, "config-b", [15, 1], ["Conv2d_5_1"]),
+        ("vgg-19", 32, 2048, "config-a", [15, 1], ["Conv2d_5_2"]),
+        ("vgg-19", 32, 2048, "config-b", [14, 2], ["MaxPool2d_4"]),
         ("bert-48", 2, 64, "config-a", [8, 8], ["layer_23"]),
         ("bert-48", 2, 64, "config-b", [1] * 16, [f"layer_{n}" for n in range(2, 47, 3)]),
         ("xlnet-36", 1, 128, "config-a", [8, 8], ["Layer_17"]),
@@ -241,7 +233,7 @@ def test_hpgo_gives_the_plans_of_the_released_package(
 ) -> None:
     """Replica counts and the last layer of each stage are those that HPGO 0.9.2 prints."""
     profile = load_text_profile(PROFILES / f"{model}-pbs-{rows}.txt", rows)
-    problem = Problem(profile, _release_network(preset(cluster)), batch)
+    problem = Problem(profile, released_network(preset(cluster)), batch)
     found = [
         (
             [len(d) for d in layout.devices],
@@ -250,6 +242,21 @@ def test_hpgo_gives_the_plans_of_the_released_package(
         for layout in hpgo(problem, batch // rows)
     ]
     assert (widths, last) in found
+
+
+@pytest.mark.skipif(not PROFILES.is_dir(), reason="needs the profiles beside the checkout")
+@pytest.mark.parametrize(
+    "answer", recorded(), ids=lambda a: f"{a.model}-{a.batch}-{len(a.machines)}x{a.machines[0]}"
+)
+def test_hpgo_comes_to_the_scores_of_the_released_package(answer: Answer) -> None:
+    """Told the chain that the package sees: its plan, devices and cuts, and its speed-up."""
+    (path,) = PROFILES.glob(f"{answer.model}-pbs-*.txt")
+    chain = package_chain(path, int(path.stem.rsplit("-", 1)[1]), answer.batch)
+    where = preset(f"config-a:{len(answer.machines)}x{answer.machines[0]}")
+    found = released_search(chain.costs, released_network(where))
+    assert tuple(chain.names[cut - 1] for cut in found.cuts[1:-1]) == answer.last
+    assert found.devices == answer.devices
+    assert chain.costs.seconds[-1] / found.seconds == pytest.approx(answer.score, rel=1e-12)
 
 
 def test_leading_inputs_are_no_layers() -> None:

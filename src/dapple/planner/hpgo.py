@@ -21,8 +21,12 @@ the parameters of the layer behind the stage (for VGG-19 on single-device machin
 cut from MaxPool2d_5, before the first FC layer, to Conv2d_5_1). We look at both, with the slip and
 without.
 
-Network: "paper" figures, nothing is shared. Into one machine, the senders of other machines send
-their shares through one flow; to several machines, everything moves at AllReduce bandwidth.
+Network: a fixed rate for every flow, nothing is shared. Into one machine, the senders of other
+machines send their shares through one flow; to several machines, everything moves at AllReduce
+bandwidth.
+
+Told the same chain, `released_search` comes to the package's plans and, to rounding, scores
+(benchmarks/planner/released.py; tests/planner/test_published.py).
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dapple.cluster import Cluster
+from dapple.cluster import Cluster, Link
 from dapple.costs import Network
 from dapple.planner.placement import place
 from dapple.planner.problem import Layout, Problem
@@ -45,6 +49,8 @@ from dapple.planner.traffic import Devices, Floats
 
 _MARKS = 256
 """Beyond, only so many cuts are looked at."""
+_INSIDE = Link(bandwidth=25e9, allreduce_bandwidth=4 * 25e9)
+_OUTSIDE = {"flow_bandwidth": 1.0e9, "allreduce_bandwidth": 3.0e9}
 
 
 @dataclass(frozen=True)
@@ -101,6 +107,15 @@ def hpgo(problem: Problem, micro_batches: int) -> Iterator[Layout]:
     }
     for cuts, devices in sorted({(plan.cuts, plan.devices) for plan in plans}):
         yield Layout(tuple(int(one.places[c]) for c in cuts), devices, micro_batches)
+
+
+def released_network(cluster: Cluster) -> Cluster:
+    """The cluster's machines with the network figures that are built into HPGO 0.9.2."""
+    groups = []
+    for group in cluster.machines:
+        outside = group.outside.model_copy(update=_OUTSIDE) if group.outside else None
+        groups.append(group.model_copy(update={"inside": _INSIDE, "outside": outside}))
+    return cluster.model_copy(update={"machines": tuple(groups)})
 
 
 def released_search(costs: BatchCosts, cluster: Cluster, least_micro_batch: int = 1) -> Scored:

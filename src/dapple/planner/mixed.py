@@ -1,0 +1,204 @@
+"""What some replica of a stage does at least where devices differ in speed.
+
+Speeds are counted in units, each device's rounded up, so that a stage takes some units of the
+cluster's. Of its replicas, whichever way the rows are split, one has at least its share by speed:
+v of V units and of all rows. Other replicas, on the way of a micro-batch, have at least the whole
+rows of an even split or of one in proportion to speed, the two that a search looks at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from dapple.planner.problem import Problem
+from dapple.planner.shares import Share, merged, prefix_sums, shares
+from dapple.planner.tables import Ints, all_at
+from dapple.planner.traffic import Floats
+
+_FINEST = 8
+"""Most units of the fastest device."""
+_LEVELS = 160
+"""About so many sizes of stages are told apart."""
+_POINTS = 24
+"""About so many numbers of rows are looked at for one of them."""
+
+
+@dataclass(frozen=True)
+class Units:
+    """Speeds in units.
+
+    Attributes:
+        size: the speed of one unit.
+        of_device: per device its units, its speed rounded up.
+    """
+
+    size: float
+    of_device: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        """Those of the cluster."""
+        return sum(self.of_device)
+
+
+def speed_units(speeds: tuple[float, ...]) -> Units:
+    """The units that make devices least faster than they are.
+
+    >>> speed_units((1.0, 1.0, 0.5)).of_device
+    (2, 2, 1)
+    """
+    fastest = max(speeds)
+    choices = []
+    for parts in range(1, _FINEST + 1):
+        counts = tuple(max(1, math.ceil(v / fastest * parts - 1e-9)) for v in speeds)
+        choices.append((sum(counts) / parts, parts, counts))
+    _, parts, counts = min(choices)
+    return Units(fastest / parts, counts)
+
+
+def units_of(problem: Problem) -> Units:
+    """The units of the cluster's devices; one each where all are equally fast."""
+    return speed_units(tuple(kind.speed for kind in problem.cluster.kind_of_device()))
+
+
+def all_shares(problem: Problem, low: int, high: int, most: int) -> list[Share]:
+    """The shares that any plan with low <= M <= high gives to its stages' replicas.
+
+    Args:
+        problem: what is planned.
+        low, high: range of M.
+        most: about so many are told apart.
+    """
+    if not problem.speeds_differ:
+        return shares(problem, low, high, most)
+    speeds, units = [kind.speed for kind in problem.cluster.kind_of_device()], units_of(problem)
+    times, kinds = _Times(problem), sorted(set(zip(speeds, units.of_device, strict=True)))
+    found = [
+        _share(problem, times, kinds, (units.size, least, top), (low, high))
+        for least, top in _levels(units.total)
+        if top >= min(units.of_device)
+    ]
+    return merged(found, most)
+
+
+def _levels(total: int) -> Iterator[tuple[int, int]]:
+    """Ranges of units that together are 1..total, most of them of one."""
+    grown = np.geomspace(1, total, _LEVELS).round().astype(int)
+    ends = np.unique([*range(1, min(total, _LEVELS) + 1), *grown]).tolist()
+    before = 0
+    for end in ends:
+        yield before + 1, end
+        before = end
+
+
+class _Times:
+    """Seconds of every layer at some rows, on a device of speed 1; never fewer for more rows."""
+
+    def __init__(self, problem: Problem) -> None:
+        layers = problem.profile.layers
+        self._sizes = problem.profile.batch_sizes
+        measured = (
+            np.array([layer.forward_seconds for layer in layers]),
+            np.array([layer.backward_seconds for layer in layers]),
+        )
+        # A smaller batch that took longer than a larger one: the shorter time holds for both.
+        self._least = [np.minimum.accumulate(v[:, ::-1], axis=1)[:, ::-1] for v in measured]
+
+    def ways(self, rows: int) -> tuple[Floats, Floats]:
+        """Forward and backward, shape (N,) each."""
+        forward, backward = (all_at(self._sizes, values, rows) for values in self._least)
+        return forward, backward
+
+    def both(self, rows: int) -> Floats:
+        """Their sum."""
+        forward, backward = self.ways(rows)
+        return forward + backward
+
+    def points(self, low: int, high: int) -> Ints:
+        """Numbers of rows from low to high: all, or some, with those that were measured."""
+        if high - low < _POINTS:
+            return np.arange(low, high + 1)
+        grown = np.geomspace(low, high, _POINTS).round().astype(int)
+        inner = [size for size in self._sizes if low < size < high]
+        return np.unique([*grown, *inner])
+
+
+def _share(
+    problem: Problem,
+    times: _Times,
+    kinds: list[tuple[float, int]],
+    level: tuple[float, int, int],
+    counts: tuple[int, int],
+) -> Share:
+    """The share of a stage that takes `least` to `most` units.
+
+    Args:
+        problem: what is planned.
+        times: of the layers.
+        kinds: speeds and units of devices.
+        level: speed of a unit, least and most of them.
+        counts: least and most M.
+    """
+    (size, least, most), (low, high), batch = level, counts, problem.global_batch_size
+    slowest, fastest = min(n for _, n in kinds), max(n for _, n in kinds)
+    uneven = int(low != high or batch % low > 0)
+    first_rows = -(-batch // high)
+    forward, backward, work = (np.full(problem.num_layers, np.inf) for _ in range(3))
+    last_backward = np.zeros(problem.num_layers)
+    for speed, own in kinds:
+        if own > most:
+            continue
+        rows = batch * own / most
+        done, until = _least_work(times, rows, problem, counts)
+        work = np.minimum(work, done / (own * size))
+        last_backward = np.maximum(last_backward, times.ways(until)[1] / (own * size))
+        in_proportion = int(first_rows * speed / (most * size) * (1 - 1e-9)) - uneven
+        evenly = batch // high // (1 + (most - own) // slowest)
+        ways = times.ways(max(1, min(in_proportion, evenly)))
+        forward = np.minimum(forward, ways[0] / speed)
+        backward = np.minimum(backward, ways[1] / speed)
+    quickest = max(speed for speed, _ in kinds)
+    width, most_width = -(-least // fastest), min(problem.num_devices, max(1, most // slowest))
+    return Share(
+        width=width,
+        most_width=most_width,
+        units=least,
+        held_rows=-(-first_rows // most_width),
+        first_rows=1,
+        last_rows=1,
+        forward=prefix_sums(forward * quickest),
+        backward=prefix_sums(backward * quickest),
+        work=prefix_sums(work * quickest),
+        last_backward=prefix_sums(last_backward * quickest),
+    )
+
+
+def _least_work(
+    times: _Times, rows: float, problem: Problem, counts: tuple[int, int]
+) -> tuple[Floats, int]:
+    """A replica's least seconds for so many rows of the step, per layer, at speed 1.
+
+    With n rows of the first micro-batch it has n or, of smaller ones, n - 1 of each. So its work is
+    that of M micro-batches of at least n - 1 rows, and that of all its rows at the best rate.
+
+    Returns:
+        Shape (N,), and the rows of a micro-batch beyond which its work without the last
+        backward is more than that.
+    """
+    (low, high), batch = counts, problem.global_batch_size
+    smaller = int(low != high or batch % low > 0)
+    first = batch % low if low == high else 0
+    begin, until = max(1, math.ceil(rows / high - 1e-9)), max(1, math.ceil(rows / low - 1e-9))
+    points = times.points(begin, until + 1)
+    least = low * times.both(until)
+    for here, after in zip(points, [*points[1:], points[-1] + 1], strict=True):
+        fewer = int(here) - smaller
+        of_batches = (low - first) * times.both(fewer) + first * times.both(int(here))
+        ends = {n for n in (fewer, int(here), int(after) - 1) if n > 0}
+        at_best = np.minimum.reduce([times.both(n) / n for n in ends])
+        least = np.minimum(least, np.maximum(of_batches, rows * at_best))
+    return least, until
