@@ -16,6 +16,10 @@ A message states the fact, the values and the remedy, in this order.
 
 from __future__ import annotations
 
+import traceback
+
+_MAX_CHARACTERS = 400
+
 
 class DappleError(Exception):
     """Base of all errors that dapple raises on purpose."""
@@ -84,3 +88,10 @@ class RankFailure(RunError):
 
 def _or_dash(value: int | None) -> str:
     return "-" if value is None else str(value)
+
+
+def one_line(error: BaseException) -> str:
+    """An exception in words, as one line and without the C++ frames that torch appends."""
+    text = "".join(traceback.format_exception_only(error)).partition("\nException raised from ")[0]
+    text = " ".join(text.split())
+    return text if len(text) <= _MAX_CHARACTERS else text[:_MAX_CHARACTERS] + " ..."

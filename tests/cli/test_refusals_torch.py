@@ -55,6 +55,8 @@ global_batch_size = 4
         (("mlp", "--batch-sizes", ""), "must be ascending whole numbers from 1"),
         (("mlp", "--batch-sizes", "9999999999"), "is too large"),
         (("mlp", "--rounds", "0"), "measure at least 1 pass"),
+        (("mlp", "--precision", "fp8"), 'precision "fp8" is unknown; known: float32, bf16, fp16'),
+        (("mlp", "--precision", "bf16", "--device", "v100-16gb"), "goes with --device cpu"),
         (("mlp", "--devices", "0"), "measure with 1 to"),
         (("mlp", "--devices", "99999"), "measure with 1 to"),
         (("mlp", "--device", "v100"), 'device "v100" is unknown; known: v100-16gb'),

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from dapple.runtime.causes import one_line, tells_of_a_lost_peer
+from dapple.errors import one_line
+from dapple.runtime.causes import tells_of_a_lost_peer
 from dapple.runtime.ending import TerminationPipe
 from dapple.runtime.heartbeat import Beat, ProcessName, Progress, Pulses, Watch
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 
@@ -34,6 +34,9 @@ def profile(
     dtype: Annotated[
         str | None, typer.Option(help="Type to compute for; the device's usual by default.")
     ] = None,
+    precision: Annotated[
+        str, typer.Option(help="Measured in: float32 (the model's types), or autocast: bf16, fp16.")
+    ] = "float32",
     finer: Annotated[bool, typer.Option(help="Layers are leaf modules, not blocks.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON.")] = False,
 ) -> None:
@@ -51,8 +54,12 @@ def profile(
     if device == "cpu":
         if dtype is not None:
             raise InputError("--dtype goes with another --device than cpu, which is measured")
-        found = _measured(model, arguments, devices, sizes, rounds, finer)
+        found = _measured(model, arguments, devices, sizes, rounds, finer, precision)
     else:
+        if precision != "float32":
+            raise InputError(
+                "--precision goes with --device cpu; another device is computed for the type in --dtype"
+            )
         found = make_profile(model, arguments, device, sizes, dtype, finer)
     found.save(output)
     if as_json:
@@ -71,16 +78,21 @@ def _measured(
     sizes: tuple[int, ...] | None,
     rounds: int,
     finer: bool,
+    precision: str,
 ) -> ModelProfile:
+    from dapple.graph.precision import PrecisionName
     from dapple.profiler.local import ProfileRequest, load_factory, profile_locally
     from dapple.profiler.measured import DEFAULT_BATCH_SIZES
 
+    if precision not in get_args(PrecisionName):
+        raise InputError(f'--precision "{precision}" is unknown; known: float32, bf16, fp16')
     request = ProfileRequest(
         factory=load_factory(model, arguments),
         devices=devices,
         batch_sizes=sizes or DEFAULT_BATCH_SIZES,
         rounds=rounds,
         finer=finer,
+        precision=cast(PrecisionName, precision),
     )
     with common.progress("profiling") as report:
         found, cluster = profile_locally(request, report)

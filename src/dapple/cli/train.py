@@ -127,6 +127,7 @@ class _Session:
             devices=job.cluster.devices,
             batch_sizes=job.plan.profile_batch_sizes,
             seed=job.training.seed,
+            precision=job.training.precision,
         )
         with common.progress("profiling") as report:
             profile, local = profile_locally(request, report)

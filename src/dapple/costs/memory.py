@@ -25,6 +25,7 @@ class StageMemory:
         received_gradients: 2 buffers (rule 5).
         sent_gradients: K_i + 1 that are under way to earlier stages, or may be.
         workspace: the largest of the stage's layers.
+        casts: copies of weights in the type of autocast.
     """
 
     parameters: int
@@ -35,11 +36,12 @@ class StageMemory:
     received_gradients: int
     sent_gradients: int
     workspace: int
+    casts: int = 0
 
     @property
     def total(self) -> int:
         """All parts together."""
-        return self.parameters + self.gradients + self.optimizer + self.dynamic
+        return self.parameters + self.gradients + self.optimizer + self.casts + self.dynamic
 
     @property
     def dynamic(self) -> int:
@@ -92,6 +94,7 @@ def stage_memory(
         received_gradients=math.ceil(2 * gradients),
         sent_gradients=math.ceil((in_flight + 1) * sent),
         workspace=math.ceil(model.workspace_bytes(stage.start, stage.stop, split[replica])),
+        casts=model.cast_bytes(stage.start, stage.stop),
     )
 
 

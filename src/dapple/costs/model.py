@@ -189,6 +189,10 @@ class CostModel:
         measured = (layer.workspace_bytes for layer in layers)
         return max((bytes_at(sizes, v, rows) for v in measured if v is not None), default=0.0)
 
+    def cast_bytes(self, start: int, stop: int) -> int:
+        """What autocast keeps of the layers' weights for a step."""
+        return sum(layer.cast_bytes for layer in self.profile.layers[start:stop])
+
     def crossing(self, producer: Range, consumer: Range) -> Crossing | None:
         """What layers of the range `producer` hand to layers of the range `consumer`.
 

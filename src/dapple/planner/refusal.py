@@ -16,6 +16,7 @@ _PARTS = {
     "received_gradients": "received gradients",
     "sent_gradients": "gradients under way",
     "workspace": "workspace",
+    "casts": "weights cast by autocast",
 }
 
 

@@ -21,6 +21,8 @@ class SavedBytes(Observer):
 
     def __init__(self, chain: Chain) -> None:
         self.bytes = [0] * len(chain.layers)
+        self.cast_bytes = [0] * len(chain.layers)
+        self._casts = chain.precision.name != "float32"
         self._ignored = chain.input_storages()
         for layer in chain.layers:
             for tensor in (*layer.module.parameters(), *layer.module.buffers()):
@@ -37,6 +39,8 @@ class SavedBytes(Observer):
 
     def forward(self, layer: int, run: Callable[[], Any]) -> Any:
         """Watch what a layer saves."""
+        if self._casts:
+            self._find_casts(layer, run)
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             self._count(layer, tensor)
@@ -44,6 +48,28 @@ class SavedBytes(Observer):
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             return run()
+
+    def _find_casts(self, layer: int, run: Callable[[], Any]) -> None:
+        """Weights that autocast casts once per step: two forwards save the same storage of these."""
+        saved: list[torch.Tensor] = []
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            saved.append(tensor.detach())
+            return tensor
+
+        passes = []
+        for _ in range(2):
+            first = len(saved)
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                run()
+            storages = (t.untyped_storage() for t in saved[first:])
+            passes.append({s._cdata: s for s in storages})
+        given = self._ignored | self._counted | self._producer.keys()
+        for address in passes[0].keys() & passes[1].keys() - given:
+            storage = passes[0][address]
+            self.cast_bytes[layer] += storage.nbytes()
+            self._ignored.add(address)
+        self._held += saved
 
     def _count(self, layer: int, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -84,8 +110,8 @@ class Workspace(Observer):
         self.bytes[layer] = max(self.bytes[layer], count)
 
 
-def measure_bytes(chain: Chain) -> tuple[list[int], list[int]]:
-    """Saved bytes and workspace bytes of each layer, at the chain's batch size."""
+def measure_bytes(chain: Chain) -> tuple[list[int], list[int], list[int]]:
+    """Saved, workspace and cast bytes of each layer, at the chain's batch size."""
     saved = SavedBytes(chain)
     chain.run(saved)
     # The second pass has gradients already, as all micro-batches but the first have.
@@ -93,4 +119,4 @@ def measure_bytes(chain: Chain) -> tuple[list[int], list[int]]:
     workspace = Workspace(chain, counter)
     with counter:
         chain.run(workspace)
-    return saved.bytes, workspace.bytes
+    return saved.bytes, workspace.bytes, saved.cast_bytes

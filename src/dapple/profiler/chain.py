@@ -12,6 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from dapple.graph import LayerGraph, StageProgram
+from dapple.graph.precision import Precision
 from dapple.workload import Workload
 
 
@@ -50,15 +51,24 @@ class Chain:
         workload: example inputs, targets and the loss.
         rows: batch size.
         device: where it runs; the model is moved there.
+        precision: what it computes in; by default the model's own types.
     """
 
     def __init__(
-        self, graph: LayerGraph, workload: Workload, rows: int, device: torch.device
+        self,
+        graph: LayerGraph,
+        workload: Workload,
+        rows: int,
+        device: torch.device,
+        precision: Precision | None = None,
     ) -> None:
+        self.precision = precision or Precision("float32", device)
         self._graph = graph
         self._device = device
         self._rows = rows
-        self.layers: list[StageProgram] = [graph.stage(i, i + 1) for i in range(graph.num_layers)]
+        self.layers: list[StageProgram] = [
+            self.precision.around(graph.stage(i, i + 1)) for i in range(graph.num_layers)
+        ]
         for layer in self.layers:
             # Fake tensors can't be moved, nor need they be.
             held = (*layer.module.parameters(), *layer.module.buffers())
@@ -78,7 +88,10 @@ class Chain:
 
     def run(self, observer: Observer | None = None) -> ChainPass:
         """One forward and one backward through all layers."""
-        watch = observer or Observer()
+        with self.precision.step():
+            return self._run(observer or Observer())
+
+    def _run(self, watch: Observer) -> ChainPass:
         result = ChainPass()
         values: dict[str, torch.Tensor] = {}
         roots: list[list[torch.Tensor]] = []
@@ -129,7 +142,8 @@ class Chain:
         if not layer.has_results:
             return list(made)
         output = self._graph.unflatten_outputs(results)
-        return [self._graph.loss_of(output, self._targets)]
+        with self.precision.forward():
+            return [self._graph.loss_of(output, self._targets)]
 
     def _starts(
         self, layer: StageProgram, made: list[torch.Tensor], gradients: dict[str, torch.Tensor]

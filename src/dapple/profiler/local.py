@@ -22,6 +22,7 @@ import torch.multiprocessing as multiprocessing
 from dapple.cluster import Cluster, DeviceKind, Link, Machines, load_cluster
 from dapple.errors import DappleError, InputError, RunError
 from dapple.graph import capture
+from dapple.graph.precision import PrecisionName
 from dapple.profiler.links import measure_link
 from dapple.profiler.measured import DEFAULT_BATCH_SIZES, DEFAULT_ROUNDS, Report, measure_profile
 from dapple.records import ModelProfile, load_record
@@ -46,6 +47,7 @@ class ProfileRequest:
         seed: of the model's weights.
         finer: layers are leaf modules.
         threads: threads of each process.
+        precision: "float32", or autocast in "bf16" or "fp16".
     """
 
     factory: Factory
@@ -55,6 +57,7 @@ class ProfileRequest:
     seed: int = 0
     finer: bool = False
     threads: int = 1
+    precision: PrecisionName = "float32"
 
 
 def profile(
@@ -64,6 +67,7 @@ def profile(
     batch_sizes: Sequence[int] = DEFAULT_BATCH_SIZES,
     rounds: int = DEFAULT_ROUNDS,
     finer: bool = False,
+    precision: PrecisionName = "float32",
     report: Report | None = None,
 ) -> tuple[ModelProfile, Cluster]:
     """Profile a model on this machine while `devices` processes are busy.
@@ -76,6 +80,7 @@ def profile(
         batch_sizes: rows to measure, ascending.
         rounds: passes per batch size; the median counts.
         finer: layers are leaf modules rather than blocks.
+        precision: "float32", or autocast in "bf16" or "fp16", as the trainer will compute.
         report: told (what, fraction done) from time to time.
 
     Returns:
@@ -85,7 +90,9 @@ def profile(
         InputError: a bad argument, or the model can't be made or captured.
         RunError: a measuring process died.
     """
-    request = ProfileRequest(factory, devices, batch_sizes, rounds, finer=finer)
+    request = ProfileRequest(
+        factory, devices, batch_sizes, rounds, finer=finer, precision=precision
+    )
     return profile_locally(request, report)
 
 
@@ -189,6 +196,7 @@ def _measure(rank: int, request: ProfileRequest, folder: str, messages: Any) -> 
             workload,
             batch_sizes=request.batch_sizes,
             rounds=request.rounds,
+            precision=request.precision,
             report=report,
         )
     except InputError as error:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from dapple.errors import InputError
 from dapple.graph import LayerGraph
+from dapple.graph.precision import Precision, PrecisionName
 from dapple.profiler.bytes import measure_bytes
 from dapple.profiler.chain import Chain, ChainPass
 from dapple.records import (
@@ -37,6 +38,7 @@ def measure_profile(
     rounds: int = DEFAULT_ROUNDS,
     device: torch.device | None = None,
     optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None = None,
+    precision: PrecisionName = "float32",
     report: Report | None = None,
 ) -> ModelProfile:
     """Measure every layer's forward, backward, optimizer update and bytes.
@@ -52,6 +54,7 @@ def measure_profile(
         rounds: passes per batch size; the median counts. One more goes first to warm up.
         device: where to measure; the CPU by default.
         optimizer: whose update is timed; AdamW by default.
+        precision: "float32" computes in the model's own types, "bf16" and "fp16" under autocast.
         report: told (what, fraction done).
 
     Raises:
@@ -59,14 +62,16 @@ def measure_profile(
     """
     sizes = checked_batch_sizes(batch_sizes)
     where = device or torch.device("cpu")
+    types = Precision(precision, where)
     passes: list[ChainPass] = []
     saved: list[list[int]] = []
     workspace: list[list[int]] = []
     for number, rows in enumerate(sizes):
         if report is not None:
             report(f"batch of {rows}", number / len(sizes))
-        chain = Chain(graph, workload, rows, where)
-        kept, worked = measure_bytes(chain)
+        chain = Chain(graph, workload, rows, where, types)
+        # Weights are the same for any number of rows, and so are their casts.
+        kept, worked, casts = measure_bytes(chain)
         saved.append(kept)
         workspace.append(worked)
         passes.append(_median_pass(chain, rounds))
@@ -83,6 +88,7 @@ def measure_profile(
             parameter_bytes=sum(p.nbytes for p in graph.parameters_of(i).values()),
             saved_bytes=tuple(row[i] for row in saved),
             workspace_bytes=tuple(row[i] for row in workspace),
+            cast_bytes=casts[i],
             optimizer_seconds=updates[i],
             parameter_sizes=tuple(p.nbytes for p in graph.parameters_of(i).values()),
         )
@@ -91,11 +97,11 @@ def measure_profile(
     return ModelProfile(
         model=graph.name,
         device=where.type,
-        dtype=_dtype(graph),
+        dtype=_dtype(graph) if precision == "float32" else f"{_dtype(graph)}, autocast {precision}",
         source="measured",
         batch_sizes=sizes,
         layers=layers,
-        tensors=tensors_of(graph),
+        tensors=tensors_of(graph, types),
         tied=tied_of(graph),
         concurrency=dist.get_world_size() if dist.is_initialized() else 1,
         model_fingerprint=graph.fingerprint,
@@ -117,13 +123,15 @@ def checked_batch_sizes(batch_sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _median_pass(chain: Chain, rounds: int) -> ChainPass:
-    chain.run()
     found = []
-    for _ in range(rounds):
-        if dist.is_initialized():
-            # Everybody busy with the same thing at the same time.
-            dist.barrier()
-        found.append(chain.run())
+    # As in a step of many micro-batches, weights are cast once.
+    with chain.precision.step():
+        chain.run()
+        for _ in range(rounds):
+            if dist.is_initialized():
+                # Everybody busy with the same thing at the same time.
+                dist.barrier()
+            found.append(chain.run())
     layers = range(len(chain.layers))
     return ChainPass(
         [statistics.median(p.forward_seconds[i] for p in found) for i in layers],
@@ -171,8 +179,11 @@ def _averaged(passes: list[ChainPass], updates: list[float]) -> tuple[list[Chain
     return averaged, rows[-1]
 
 
-def tensors_of(graph: LayerGraph) -> tuple[TensorProfile, ...]:
+def tensors_of(graph: LayerGraph, precision: Precision | None = None) -> tuple[TensorProfile, ...]:
     """The tensors between layers, as a profile has them."""
+    tensors = graph.tensors()
+    if precision is not None:
+        tensors = precision.typed(graph, tensors)
     return tuple(
         TensorProfile(
             name=tensor.name,
@@ -182,7 +193,7 @@ def tensors_of(graph: LayerGraph) -> tuple[TensorProfile, ...]:
             fixed_bytes=0.0 if tensor.row_dim is not None else float(tensor.bytes_per_row),
             needs_grad=tensor.needs_grad,
         )
-        for tensor in graph.tensors()
+        for tensor in tensors
     )
 
 

@@ -37,6 +37,8 @@ class LayerProfile(Record):
             and gradients. None: not measured.
         weight_seconds: the part of `backward_seconds` that computes gradients of weights, which a
             split backward can do later. None: not measured, half of it.
+        cast_bytes: copies of its weights in the type of autocast, kept from the first forward of a
+            step to its last backward.
         optimizer_seconds: time of one optimizer update of the layer's parameters, s.
         parameter_sizes: bytes of each of its parameters, which add up to `parameter_bytes`. None:
             not known.
@@ -49,6 +51,7 @@ class LayerProfile(Record):
     saved_bytes: tuple[Bytes, ...] | None = None
     workspace_bytes: tuple[Bytes, ...] | None = None
     weight_seconds: tuple[Seconds, ...] | None = None
+    cast_bytes: Bytes = 0
     optimizer_seconds: Seconds = 0.0
     parameter_sizes: tuple[Bytes, ...] | None = None
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import traceback
-
 import torch.distributed as dist
-
-_MAX_CHARACTERS = 400
 
 # What the libraries below say when the other end is gone. A word too many costs a doubtful failure
 # some seconds of looking for a better cause; a word too few names the wrong rank.
@@ -23,13 +19,6 @@ _LOST_PEER_WORDS = (
     "remote error",
     "nccl",
 )
-
-
-def one_line(error: BaseException) -> str:
-    """An exception in words, as one line and without the C++ frames that torch appends."""
-    text = "".join(traceback.format_exception_only(error)).partition("\nException raised from ")[0]
-    text = " ".join(text.split())
-    return text if len(text) <= _MAX_CHARACTERS else text[:_MAX_CHARACTERS] + " ..."
 
 
 def tells_of_a_lost_peer(error: BaseException) -> bool:

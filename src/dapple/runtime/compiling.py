@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch._dynamo.exc import TorchDynamoException
 
-from dapple.errors import InputError
+from dapple.errors import InputError, one_line
 from dapple.graph import LayerGraph, StageProgram
+from dapple.graph.surrounded import surrounded
 from dapple.records import StagePlan
-from dapple.runtime.causes import one_line
-from dapple.runtime.surrounded import surrounded
 
 CompileOptions = bool | Mapping[str, Any]
 

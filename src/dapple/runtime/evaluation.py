@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import torch
 
+from dapple.graph.precision import Precision
 from dapple.runtime.batch import Batch
 from dapple.runtime.layout import Layout
 from dapple.runtime.parts import Mode
-from dapple.runtime.precision import Precision
 from dapple.runtime.process import random_state_kept, values_kept
 from dapple.runtime.stage import StageRunner
 from dapple.runtime.statistics import BatchStatistics

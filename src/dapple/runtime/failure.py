@@ -27,8 +27,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dapple.errors import InputError, RankFailure, RunError
-from dapple.runtime.causes import one_line, tells_of_a_lost_peer
+from dapple.errors import InputError, RankFailure, RunError, one_line
+from dapple.runtime.causes import tells_of_a_lost_peer
 from dapple.runtime.ending import (
     TerminationPipe,
     end_process,

@@ -11,6 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from dapple.graph import LayerGraph
+from dapple.graph.precision import Precision
 from dapple.runtime.batch import (
     LossOfResults,
     Objective,
@@ -21,7 +22,6 @@ from dapple.runtime.batch import (
     rows_of,
 )
 from dapple.runtime.metrics import Metric, MetricSums
-from dapple.runtime.precision import Precision
 from dapple.runtime.process import random_state_kept
 from dapple.runtime.transport import Transport
 from dapple.runtime.window import Handed

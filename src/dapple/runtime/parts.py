@@ -12,9 +12,9 @@ from torch import nn
 from dapple.costs import recomputed_ranges
 from dapple.errors import InputError
 from dapple.graph import LayerGraph, StageProgram
+from dapple.graph.precision import Precision
 from dapple.runtime.compiling import CompileOptions, compiled, what_blocks
 from dapple.runtime.exchange import Boundaries
-from dapple.runtime.precision import Precision
 from dapple.runtime.process import move_to
 from dapple.runtime.recorder import Recorder
 from dapple.runtime.stage import StageRunner

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from dapple.errors import InputError
 from dapple.graph import LayerGraph, SeedLayer
+from dapple.graph.precision import Precision, PrecisionName
 from dapple.records import Plan, Timeline
 from dapple.runtime.agreement import check_same, check_weights, global_loss, plan_in_words
 from dapple.runtime.batch import Batch, WeightFunction, check_targets
@@ -34,7 +35,6 @@ from dapple.runtime.optimizers import (
     make_scheduler,
 )
 from dapple.runtime.parts import Parts
-from dapple.runtime.precision import Precision, PrecisionName
 from dapple.runtime.prediction import Outputs
 from dapple.runtime.process import (
     default_device,

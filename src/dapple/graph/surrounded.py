@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dapple.graph import StageProgram
+from dapple.graph.stage import StageProgram
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,11 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from dapple.errors import CaptureError, InputError
-from dapple.graph import BoundaryTensor, LayerGraph, StageProgram
-from dapple.runtime.causes import one_line
-from dapple.runtime.surrounded import surrounded
+from dapple.errors import CaptureError, InputError, one_line
+from dapple.graph.layers import LayerGraph
+from dapple.graph.program import BoundaryTensor
+from dapple.graph.stage import StageProgram
+from dapple.graph.surrounded import surrounded
 
 PrecisionName = Literal["float32", "bf16", "fp16"]
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -62,23 +63,32 @@ class Precision:
         Raises:
             CaptureError: the types of what crosses cuts can't be told.
         """
-        if self.name not in _TYPES:
-            return program
         if program.reads or program.makes:
-            try:
-                types = graph.dtypes_under(self.forward(), self.device, training)
-            except Exception as error:
-                raise CaptureError(
-                    f"the types under {self.name} of the tensors between stages can't be told: "
-                    f'{one_line(error)}; train in precision "float32"'
-                ) from error
-            program = dataclasses.replace(
-                program, reads=_typed(program.reads, types), makes=_typed(program.makes, types)
+            reads, makes = (
+                self.typed(graph, tensors, training) for tensors in (program.reads, program.makes)
             )
-        return surrounded(program, self.forward)
+            program = dataclasses.replace(program, reads=reads, makes=makes)
+        return self.around(program)
 
+    def around(self, program: StageProgram) -> StageProgram:
+        """A stage whose forwards run in this precision; what it says of tensors stays the model's."""
+        return surrounded(program, self.forward) if self.name in _TYPES else program
 
-def _typed(
-    tensors: tuple[BoundaryTensor, ...], types: dict[str, torch.dtype]
-) -> tuple[BoundaryTensor, ...]:
-    return tuple(dataclasses.replace(t, dtype=types[t.name]) for t in tensors)
+    def typed(
+        self, graph: LayerGraph, tensors: tuple[BoundaryTensor, ...], training: bool = True
+    ) -> tuple[BoundaryTensor, ...]:
+        """Tensors between layers with the types that they have in this precision.
+
+        Raises:
+            CaptureError: they can't be told.
+        """
+        if self.name not in _TYPES or not tensors:
+            return tensors
+        try:
+            types = graph.dtypes_under(self.forward(), self.device, training)
+        except Exception as error:
+            raise CaptureError(
+                f"the types under {self.name} of the tensors between stages can't be told: "
+                f'{one_line(error)}; train in precision "float32"'
+            ) from error
+        return tuple(dataclasses.replace(t, dtype=types[t.name]) for t in tensors)
