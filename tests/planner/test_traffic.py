@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapple.cluster import Cluster
-from dapple.costs import Network
+from dapple.costs import Network, split_rows
 from dapple.planner.exact import device_sequences
 from dapple.planner.symmetry import Symmetry
 from dapple.planner.traffic import CutBytes, MessageBytes, busiest, slowest, traffic
@@ -26,17 +26,18 @@ def test_slowest_flow_or_card(
     pairs = list(device_sequences(cluster.machine_sizes(), 2))
     senders, receivers = data.draw(st.sampled_from(pairs))
     size = MessageBytes(np.array([0.0, 10.0, 1e6]), np.array([0.0, 0.0, 500.0]))
+    parts = split_rows(rows, len(senders)), split_rows(rows, len(receivers))
     half = MessageBytes(size.per_row / 2, size.fixed / 2)
     expected = [
         busiest(loads, 1, loads, 0, bytes_)
         for bytes_, loads in (
-            (size, traffic(network, senders, receivers, rows)),
-            (half, traffic(network, receivers, senders, rows)),
+            (size, traffic(network, senders, receivers, parts)),
+            (half, traffic(network, receivers, senders, parts[::-1])),
         )
     ]
     places = Symmetry(cluster, network).places
     for few in (0, 24):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("dapple.planner.traffic._FEW", few)
-            found = slowest(network, places, (senders, receivers), rows, CutBytes(size, half))
+            found = slowest(network, places, (senders, receivers), parts, CutBytes(size, half))
         assert np.allclose(found, expected, rtol=1e-12)

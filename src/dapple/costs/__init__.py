@@ -15,7 +15,7 @@ from dapple.costs.model import CostModel, Crossing, bucket_bytes, recomputed_ran
 from dapple.costs.network import NO_CARD, Network, Ring, Route
 from dapple.costs.pipeline import Channel, GradientSum, PipelineCosts, pipeline_costs
 from dapple.costs.rank_memory import rank_peak_bytes
-from dapple.costs.rows import overlaps, split_rows
+from dapple.costs.rows import overlaps, proportional_rows, split_rows
 from dapple.costs.shards import shard_owners, state_shares, update_seconds
 from dapple.costs.symmetry import merge_equal_replicas
 
@@ -35,6 +35,7 @@ __all__ = [
     "merge_equal_replicas",
     "overlaps",
     "pipeline_costs",
+    "proportional_rows",
     "rank_peak_bytes",
     "recomputed_ranges",
     "seconds_at",

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections.abc import Sequence
 
 from dapple.errors import PlanError
+
+_BELOW = 1 - 1e-12
+"""Rounding must not give a replica more than its exact share."""
 
 
 def split_rows(rows: int, parts: int, shares: Sequence[float] | None = None) -> tuple[int, ...]:
@@ -31,6 +35,26 @@ def split_rows(rows: int, parts: int, shares: Sequence[float] | None = None) -> 
     ends = [int(rows * part / total + 0.5) for part in itertools.accumulate(shares)]
     ends[-1] = rows
     return tuple(end - start for start, end in itertools.pairwise([0, *ends]))
+
+
+def proportional_rows(rows: int, speeds: Sequence[float]) -> tuple[int, ...]:
+    """Rows for replicas of these speeds, in proportion to them, so that the last one ends soonest.
+
+    No replica has fewer rows than its exact share, rounded down; the rest goes, row by row, to
+    whoever is done with it first.
+
+    >>> proportional_rows(8, (2.0, 1.0)), proportional_rows(2, (1.0, 1.0, 0.25))
+    ((5, 3), (1, 1, 0))
+    """
+    total = sum(speeds)
+    counts = [int(rows * speed / total * _BELOW) for speed in speeds]
+    ready = [((count + 1) / speeds[k], k) for k, count in enumerate(counts)]
+    heapq.heapify(ready)
+    for _ in range(rows - sum(counts)):
+        _, k = ready[0]
+        counts[k] += 1
+        heapq.heapreplace(ready, ((counts[k] + 1) / speeds[k], k))
+    return tuple(counts)
 
 
 def overlaps(senders: Sequence[int], receivers: Sequence[int]) -> tuple[tuple[int, int, int], ...]:

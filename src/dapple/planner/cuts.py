@@ -138,12 +138,12 @@ def _rooms(problem: Problem, layout: Layout, bounds: Ints) -> Floats:
     tables = problem.tables(layout.micro_batches)
     rooms = np.empty((layout.num_stages, len(bounds)))
     for number, devices in enumerate(layout.devices):
-        rows = -(-tables.first_rows // len(devices))
         start, stop = bounds[:, number], bounds[:, number + 1]
         factor = problem.state_factor(len(devices), layout.shard)
-        fixed, each = tables.stage_bytes(start, stop, rows, factor)
-        memory = problem.symmetry.least_memory(devices)
-        rooms[number] = (memory - fixed) / np.maximum(each, 1.0)
+        rooms[number] = np.inf
+        for rows, memory in tables.splits.loads(devices):
+            fixed, each = tables.stage_bytes(start, stop, rows, factor)
+            rooms[number] = np.minimum(rooms[number], (memory - fixed) / np.maximum(each, 1.0))
     return rooms
 
 

@@ -13,9 +13,9 @@ from functools import cached_property
 
 import numpy as np
 
+from dapple.planner.mixed import all_shares, units_of
 from dapple.planner.problem import Problem
 from dapple.planner.relaxed import least_rings
-from dapple.planner.shares import shares
 from dapple.planner.tables import CostTables, Ints
 from dapple.planner.traffic import Floats
 
@@ -32,7 +32,7 @@ class Demand:
 
     Attributes:
         tables: for parameters and their AllReduce.
-        widths: shape (R,), devices of a stage.
+        widths: shape (R,), units of a stage: devices where all are equally fast.
         both, forward, work: shape (R, N + 1), prefix sums of F + B, F, and the whole step.
         last_backward: shape (R, N + 1), prefix sums of the most that the last B takes.
         held: shape (R, N + 1), prefix sums of bytes that a stage must hold.
@@ -41,7 +41,7 @@ class Demand:
         speed: of the fastest device.
         updates: shape (R, 1), the most replicas that share out an update.
         forward_share: F is at least this part of F + B in every layer.
-        devices: G.
+        devices: units of the cluster.
         rough: fewer levels, for an answer that takes less time and is more often yes.
     """
 
@@ -64,7 +64,7 @@ class Demand:
     @classmethod
     def of(cls, problem: Problem, low: int, high: int, rough: bool = False) -> Demand:
         """The costs for all M from `low` to `high`."""
-        found, tables = shares(problem, low, high, _SHARES), problem.tables(high)
+        found, tables = all_shares(problem, low, high, _SHARES), problem.tables(high)
         kinds = problem.cluster.kind_of_device()
         speed = max(kind.speed for kind in kinds)
         both = np.array([share.forward + share.backward for share in found]) / speed
@@ -76,14 +76,14 @@ class Demand:
         ratios = np.divide(*parts, out=np.ones_like(parts[0]), where=parts[1] > 0)
         return cls(
             tables=tables,
-            widths=np.array([share.width for share in found], dtype=np.float64),
+            widths=np.array([share.units for share in found], dtype=np.float64),
             both=both,
             forward=forward,
             work=np.array([share.work for share in found]) / speed,
             last_backward=np.array([share.last_backward for share in found]) / speed,
             held=np.array(
                 [
-                    factor * tables.parameter_prefix + tables.saved_prefix(share.first_rows)
+                    factor * tables.parameter_prefix + tables.saved_prefix(share.held_rows)
                     for factor, share in zip(factors, found, strict=True)
                 ]
             ),
@@ -93,7 +93,7 @@ class Demand:
             speed=speed,
             updates=np.array([most if problem.shard else np.ones(len(most))], dtype=np.float64).T,
             forward_share=float(ratios.min()),
-            devices=problem.num_devices,
+            devices=units_of(problem).total,
             rough=rough,
         )
 

@@ -127,7 +127,7 @@ def make_grid(
         in_flight: how many micro-batches a stage must hold in its memory.
     """
     tables = problem.tables(micro_batches)
-    options = _useful_options(frame, tables.first_rows)
+    options = _useful_options(frame, tables.first_rows, problem.proportional)
     used = np.unique(frame.kind[:, options])
     shape = len(frame.stages), len(marks)
     stage, backward = np.zeros(shape), np.zeros(shape)
@@ -167,8 +167,13 @@ def make_grid(
     )
 
 
-def _useful_options(frame: Frame, rows: int) -> Ints:
-    """Replica counts that shorten a micro-batch of so many rows: 5 replicas of 8 rows do not."""
+def _useful_options(frame: Frame, rows: int, proportional: bool) -> Ints:
+    """Replica counts that shorten a micro-batch of so many rows: 5 replicas of 8 rows do not.
+
+    With rows in proportion to speed any further replica with a row does.
+    """
+    if proportional:
+        return np.flatnonzero(frame.positions[frame.widths] <= max(rows, frame.positions[1]))
     step = int(frame.positions[1])
     most_rows = [-(-rows // (int(width) * step)) for width in frame.widths]
     useful = [o for o, n in enumerate(most_rows) if o == 0 or n < most_rows[o - 1]]
@@ -179,12 +184,13 @@ def _reach(
     problem: Problem, tables: CostTables, devices: Devices, marks: Ints, in_flight: int
 ) -> Ints:
     """How far parameters, gradients, state and so many saved micro-batches fit, roughly."""
-    saved = tables.saved_prefix(-(-tables.first_rows // len(devices)))
     factor = 2 + problem.state_factor(len(devices), problem.shard)
     count = min(in_flight, tables.micro_batches)
-    held = (factor * tables.parameter_prefix + count * saved)[marks]
-    memory = problem.symmetry.least_memory(devices)
-    reach: Ints = np.searchsorted(held, held + memory, side="right") - 1
+    reach: Ints = np.full(len(marks), len(marks) - 1)
+    for rows, memory in tables.splits.loads(devices):
+        saved = tables.saved_prefix(rows)
+        held = (factor * tables.parameter_prefix + count * saved)[marks]
+        reach = np.minimum(reach, np.searchsorted(held, held + memory, side="right") - 1)
     return reach
 
 

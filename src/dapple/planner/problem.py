@@ -97,6 +97,7 @@ class Problem:
         recompute: stages may run their forwards again where memory is short.
         shard: replicas may share out their optimizer's state where memory is short.
         network_model: "shared" or "paper"; None: the cluster's.
+        proportional: replicas of different speed have rows in proportion to it.
 
     Raises:
         InputError: a batch size below 1, or an unknown optimizer, schedule or network model.
@@ -115,6 +116,7 @@ class Problem:
         warmup: str | None = None,
         recompute: bool = False,
         shard: bool = False,
+        proportional: bool = False,
     ) -> None:
         if warmup is not None:
             _check_known("warm-up policy", warmup, ("A", "B", "tuned"))
@@ -130,11 +132,33 @@ class Problem:
         self.warmup = warmup
         self.recompute = recompute
         self.shard = shard
+        self.proportional = proportional
         self.model = CostModel(profile, cluster, network_model)
         self.machine_sizes = cluster.machine_sizes()
         self._kinds = cluster.kind_of_device()
         self.symmetry = Symmetry(cluster, self.model.network)
         self._tables: dict[int, CostTables] = {}
+
+    @property
+    def speeds_differ(self) -> bool:
+        """Whether the cluster has devices of different speed."""
+        return len({kind.speed for kind in self._kinds}) > 1
+
+    def with_proportional_rows(self) -> Problem:
+        """The same, but replicas of different speed have rows in proportion to it."""
+        return Problem(
+            self.profile,
+            self.cluster,
+            self.global_batch_size,
+            micro_batch_size=self.micro_batch_size,
+            optimizer=self.optimizer,
+            schedule=self.schedule,
+            network_model=self.model.network.model,
+            warmup=self.warmup,
+            recompute=self.recompute,
+            shard=self.shard,
+            proportional=True,
+        )
 
     @property
     def num_layers(self) -> int:
@@ -202,6 +226,7 @@ class Problem:
                 self.symmetry,
                 self.global_batch_size,
                 micro_batches,
+                self.proportional,
             )
             self._tables[micro_batches] = found
         return found
@@ -213,7 +238,7 @@ class Problem:
         `layout.shard` and `layout.recompute`, stages whose warm-up memory would cut short share
         out their optimizer's state, and recompute: whichever of these first suffices, or helps most.
         """
-        stages = list(layout.stages())
+        stages = self.split_stages(layout)
         total = layout.micro_batches
         whole = self.schedule == "gpipe"
         counts: list[int] = []
@@ -238,6 +263,16 @@ class Problem:
             for stage, count in zip(stages, counts, strict=True)
         )
 
+    def split_stages(self, layout: Layout) -> list[StagePlan]:
+        """The stages with their rows, without those devices that have none in proportion."""
+        splits = self.tables(layout.micro_batches).splits
+        found = []
+        for stage in layout.stages():
+            split = splits.of(stage.devices)
+            changes = {"devices": split.devices, "rows": split.shares}
+            found.append(stage.model_copy(update=changes) if self.proportional else stage)
+        return found
+
     def wanted_warmup(self, layout: Layout) -> Sequence[int]:
         """The policy's K_i, whatever the memory; GPipe wants M everywhere."""
         if self.schedule == "gpipe":
@@ -260,10 +295,11 @@ class Problem:
         counts: list[int] = []
         for number, (start, stop) in enumerate(itertools.pairwise(layout.bounds)):
             devices = layout.devices[number]
-            rows = -(-tables.first_rows // len(devices))
             factor = self.state_factor(len(devices), layout.shard)
-            fixed, each = tables.stage_bytes(start, stop, rows, factor)
-            room = (self.symmetry.least_memory(devices) - float(fixed)) / max(float(each), 1.0)
+            room = math.inf
+            for rows, memory in tables.splits.loads(devices):
+                fixed, each = tables.stage_bytes(start, stop, rows, factor)
+                room = min(room, (memory - float(fixed)) / max(float(each), 1.0))
             want = min(wanted[number], counts[-1] if counts else total)
             if room < (want if self.schedule == "gpipe" else 1):
                 return None

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from dapple.cluster import Link
 from dapple.costs import split_rows
 from dapple.planner.exposed import exposed_seconds
+from dapple.planner.mixed import all_shares, units_of
 from dapple.planner.problem import Problem
-from dapple.planner.shares import Share, shares
+from dapple.planner.shares import Share
 from dapple.planner.tables import CostTables, Ints
 from dapple.planner.traffic import Floats, MessageBytes, certain_bytes
 
@@ -28,7 +29,8 @@ class Relaxed:
     """Costs that no plan with these numbers of micro-batches undercuts. R replica counts.
 
     Attributes:
-        widths: shape (R,), replica counts; others are no faster than one of these.
+        widths: shape (R,), units of speed (`dapple.planner.mixed`), devices where all are equally
+            fast; others are no faster than one of these.
         both: shape (R, N + 1, N + 1): F + B of layers i..j.
         forward: shape (R, N + 1, N + 1): F.
         work: shape (R, N + 1, N + 1): W; infinite where they can't fit.
@@ -37,7 +39,7 @@ class Relaxed:
         link_both, link_forward, link_work: shape (R, R, N + 1): transfers between stages of these
             replica counts over each cut, F + B, F and W.
         linked: shape (N + 1,): whether the stages at the cut wait for each other.
-        devices: G.
+        devices: units of the cluster.
     """
 
     widths: Ints
@@ -55,7 +57,7 @@ class Relaxed:
 
 def relax(problem: Problem, low: int, high: int) -> Relaxed:
     """Relaxed costs for all M from `low` to `high`."""
-    found = shares(problem, low, high, _OPTIONS)
+    found = all_shares(problem, low, high, _OPTIONS)
     speed = max(kind.speed for kind in problem.cluster.kind_of_device())
     memory = max(kind.memory for kind in problem.cluster.kind_of_device())
     tables = problem.tables(high)
@@ -66,7 +68,7 @@ def relax(problem: Problem, low: int, high: int) -> Relaxed:
     after = _after(problem, tables, found, speed)
     link_both, link_forward, link_work = _links(problem, found, (low, high))
     return Relaxed(
-        widths=np.array([share.width for share in found]),
+        widths=np.array([share.units for share in found]),
         both=np.array([_differences(share.forward + share.backward) for share in found]) / speed,
         forward=np.array([_differences(share.forward) for share in found]) / speed,
         work=work,
@@ -76,7 +78,7 @@ def relax(problem: Problem, low: int, high: int) -> Relaxed:
         link_forward=link_forward,
         link_work=link_work,
         linked=tables.linked,
-        devices=problem.num_devices,
+        devices=units_of(problem).total,
     )
 
 
@@ -136,7 +138,7 @@ def _least_bytes(problem: Problem, tables: CostTables, share: Share) -> Floats:
     factor = 2 + problem.state_factor(share.most_width, problem.shard)
     tied = sum(group.parameter_bytes * (len(group.members) - 1) for group in problem.profile.tied)
     parameters = np.maximum(_differences(tables.parameter_prefix) - tied, 0.0)
-    return factor * parameters + _differences(tables.saved_prefix(share.first_rows))
+    return factor * parameters + _differences(tables.saved_prefix(share.held_rows))
 
 
 def _after(problem: Problem, tables: CostTables, found: Sequence[Share], speed: float) -> Floats:
@@ -209,9 +211,15 @@ def _links(
     widest = np.maximum.outer(*[[share.most_width for share in found]] * 2)
     forward = seconds(fewest([share.first_rows for share in found]), certain.forward)
     backward = seconds(fewest([share.last_rows for share in found]), certain.backward)
-    shared = problem.global_batch_size / widest
-    whole = [seconds(shared, size, counts[0]) for size in (certain.forward, certain.backward)]
-    if problem.model.network.model != "paper" and problem.cluster.num_machines > 1:
+    if problem.speeds_differ:
+        # Some pair of replicas exchanges the mean; two sizes of micro-batches may have other pairs.
+        wide = np.array([share.most_width for share in found])
+        shared, messages = problem.global_batch_size / (2.0 * (wide[:, None] + wide - 1)), 1
+    else:
+        shared, messages = problem.global_batch_size / widest, counts[0]
+    whole = [seconds(shared, size, messages) for size in (certain.forward, certain.backward)]
+    shares_cards = problem.model.network.model != "paper" and problem.cluster.num_machines > 1
+    if shares_cards and not problem.speeds_differ:
         crowded = _crowding(problem, found, counts)[:, :, None]
         whole += [crowded * certain.forward.per_row, crowded * certain.backward.per_row]
     return forward + backward, forward, np.maximum.reduce(whole)

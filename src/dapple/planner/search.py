@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -202,19 +203,44 @@ def search(
     else:
         run.search(options)
     run.tune()
-    if run.best is None:
+    best = run.best
+    if planner == "dapple" and problem.speeds_differ:
+        best = _better(best, _proportional(problem, run, options))
+    if best is None:
         raise MemoryPlanError(_nothing_fits(run.refusals.values()))
-    plan = problem.plan(run.best.layout, run.best.stages, planner)
+    plan = problem.plan(best.layout, best.stages, planner)
     predicted = predict(plan, profile)
     notes = _notes(problem)
     if planner in FORMULAS:
-        notes += (_expected(problem, run.best.layout, planner, predicted.step_seconds),)
+        notes += (_expected(problem, best.layout, planner, predicted.step_seconds),)
     if planner == "dapple" and options.certificate:
         bound = lower_bound(problem, predicted.step_seconds, plan.num_micro_batches)
         predicted = predicted.model_copy(update={"lower_bound_seconds": bound})
     plan = plan.model_copy(update={"predicted": predicted, "notes": notes})
     refusals = tuple(run.refusals[n] for n in run.refusals if n not in run.candidates)
     return SearchResult(plan, run.candidates, refusals)
+
+
+def _proportional(problem: Problem, even: _Search, options: SearchOptions) -> Candidate | None:
+    """The best candidate whose replicas of different speed have rows in proportion to it."""
+    limit = even.best.step_seconds if even.best else math.inf
+    run = _Search(problem.with_proportional_rows(), limit=limit)
+    if options.baselines:
+        run.try_baselines(["dp"])
+    starts = [candidate.layout for candidate in even.candidates.values()]
+    for layout in starts:
+        run.judge(layout, "dapple")
+    if not (options.exact and run.try_all()):
+        GeneralSearch(run.problem, run).run(starts)
+    run.tune()
+    return run.best
+
+
+def _better(one: Candidate | None, other: Candidate | None) -> Candidate | None:
+    """The first, unless the second beats it."""
+    if one is None or other is None:
+        return one or other
+    return other if _beats(other, one) else one
 
 
 def _base_plans(
@@ -270,9 +296,14 @@ def _best_under(
 
 @dataclass
 class _Search:
-    """The best candidates so far, by planner and over all."""
+    """The best candidates so far, by planner and over all.
+
+    Attributes:
+        limit: seconds of a plan that is known already; others need not be looked for.
+    """
 
     problem: Problem
+    limit: float = math.inf
     best: Candidate | None = None
     candidates: dict[str, Candidate] = field(default_factory=dict)
     refusals: dict[str, Refusal] = field(default_factory=dict)
@@ -325,7 +356,8 @@ class _Search:
             return False
         left = _SIMULATION_LIMIT
         for least, layout in in_order(found):
-            if self.best is not None and least > self.best.step_seconds * (1 + _SAME):
+            best = min(self.limit, self.best.step_seconds if self.best else math.inf)
+            if least > best * (1 + _SAME):
                 return True
             if left <= 0:
                 return False

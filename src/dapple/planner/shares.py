@@ -25,7 +25,10 @@ class Share:
 
     Attributes:
         width, most_width: least and most replicas that this share stands for.
-        first_rows, last_rows: least rows of the first and of the last micro-batch.
+        units: what they take of the cluster's at least (`Units`; one each where speeds are equal).
+        held_rows: least rows of the largest micro-batch on the replica that has most.
+        first_rows, last_rows: least rows that the replica of one stage sends that of the next, of
+            the first and of the last micro-batch.
         forward: of the first micro-batch.
         backward: of the last micro-batch.
         work: of the whole step.
@@ -34,6 +37,8 @@ class Share:
 
     width: int
     most_width: int
+    units: int
+    held_rows: int
     first_rows: int
     last_rows: int
     forward: Floats
@@ -51,7 +56,7 @@ def shares(problem: Problem, low: int, high: int, most: int) -> list[Share]:
         most: about so many are told apart.
     """
     if low == high:
-        return _merged(_single_shares(problem, low), most)
+        return merged(_single_shares(problem, low), most)
     batch, tables = problem.global_batch_size, problem.tables(high)
     fewest, largest = -(-batch // high), -(-batch // low)
     found: list[Share] = []
@@ -63,7 +68,7 @@ def shares(problem: Problem, low: int, high: int, most: int) -> list[Share]:
             if batch <= low * rows * width:
                 done.add(rows)  # More replicas with as many rows do no less work.
             found.append(_range_share(tables, batch, low, width, rows))
-    return _merged(found, most)
+    return merged(found, most)
 
 
 def _single_shares(problem: Problem, micro_batches: int) -> list[Share]:
@@ -77,7 +82,20 @@ def _single_shares(problem: Problem, micro_batches: int) -> list[Share]:
         forward, backward = tables.layer_seconds(first)
         forward_last, backward_last = tables.layer_seconds(last)
         work = tables.num_first * (forward + backward) + num_last * (forward_last + backward_last)
-        found.append(Share(width, width, first, last, forward, backward_last, work, backward_last))
+        found.append(
+            Share(
+                width=width,
+                most_width=width,
+                units=width,
+                held_rows=first,
+                first_rows=first,
+                last_rows=last,
+                forward=forward,
+                backward=backward_last,
+                work=work,
+                last_backward=backward_last,
+            )
+        )
     return found
 
 
@@ -89,22 +107,27 @@ def _range_share(tables: CostTables, batch: int, low: int, width: int, rows: int
     fewest = low * np.minimum.reduce([both[n] for n in others])
     share = batch / width * np.minimum.reduce([both[n] / n for n in others])
     return Share(
-        width,
-        width,
-        rows,
-        others[0],
-        _prefix(seconds[rows][0]),
-        _prefix(np.minimum.reduce([seconds[n][1] for n in others])),
-        _prefix(np.maximum(fewest, share)),
-        _prefix(np.maximum.reduce([seconds[n][1] for n in others])),
+        width=width,
+        most_width=width,
+        units=width,
+        held_rows=rows,
+        first_rows=rows,
+        last_rows=others[0],
+        forward=prefix_sums(seconds[rows][0]),
+        backward=prefix_sums(np.minimum.reduce([seconds[n][1] for n in others])),
+        work=prefix_sums(np.maximum(fewest, share)),
+        last_backward=prefix_sums(np.maximum.reduce([seconds[n][1] for n in others])),
     )
 
 
-def _merged(found: Sequence[Share], most: int) -> list[Share]:
-    """Shares of one width, and then neighbours in width, as one that does no more than any."""
-    ordered = sorted(found, key=lambda share: (share.width, share.first_rows))
+def merged(found: Sequence[Share], most: int) -> list[Share]:
+    """Shares of one width, and then neighbours in width, as one that does no more than any.
+
+    At most about `most` are left.
+    """
+    ordered = sorted(found, key=lambda share: (share.units, share.first_rows))
     if len(ordered) > most:
-        widths = itertools.groupby(ordered, key=lambda share: share.width)
+        widths = itertools.groupby(ordered, key=lambda share: share.units)
         ordered = [_least(list(group)) for _, group in widths]
     size = -(-len(ordered) // most)
     return [_least(ordered[n : n + size]) for n in range(0, len(ordered), size)]
@@ -115,19 +138,24 @@ def _least(group: Sequence[Share]) -> Share:
         return group[0]
 
     def layers(prefixes: list[Floats]) -> Floats:
-        return _prefix(np.minimum.reduce([np.diff(prefix) for prefix in prefixes]))
+        return prefix_sums(np.minimum.reduce([np.diff(prefix) for prefix in prefixes]))
 
     return Share(
-        min(share.width for share in group),
-        max(share.most_width for share in group),
-        min(share.first_rows for share in group),
-        min(share.last_rows for share in group),
-        layers([share.forward for share in group]),
-        layers([share.backward for share in group]),
-        layers([share.work for share in group]),
-        _prefix(np.maximum.reduce([np.diff(share.last_backward) for share in group])),
+        width=min(share.width for share in group),
+        most_width=max(share.most_width for share in group),
+        units=min(share.units for share in group),
+        held_rows=min(share.held_rows for share in group),
+        first_rows=min(share.first_rows for share in group),
+        last_rows=min(share.last_rows for share in group),
+        forward=layers([share.forward for share in group]),
+        backward=layers([share.backward for share in group]),
+        work=layers([share.work for share in group]),
+        last_backward=prefix_sums(
+            np.maximum.reduce([np.diff(share.last_backward) for share in group])
+        ),
     )
 
 
-def _prefix(values: Floats) -> Floats:
+def prefix_sums(values: Floats) -> Floats:
+    """Sums of the first 0, 1, 2, ... values."""
     return np.concatenate([[0.0], np.cumsum(values)])

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from dapple.costs import Network, split_rows
 from dapple.planner.exposed import exposed_alone, exposed_seconds
+from dapple.planner.splits import RowSplits
 from dapple.planner.symmetry import Symmetry
 from dapple.planner.traffic import (
     CutBytes,
@@ -106,6 +107,10 @@ class CostTables:
         symmetry: which device sets of the cluster cost the same.
         global_batch_size: rows of a step.
         micro_batches: M <= global_batch_size.
+        proportional: replicas of different speed have rows in proportion to it.
+
+    Attributes:
+        splits: the rows of a stage's replicas.
     """
 
     def __init__(
@@ -115,6 +120,7 @@ class CostTables:
         symmetry: Symmetry,
         global_batch_size: int,
         micro_batches: int,
+        proportional: bool = False,
     ) -> None:
         self.profile = profile
         self.network = network
@@ -124,6 +130,7 @@ class CostTables:
         self.first_rows, self.last_rows = sizes[0], sizes[-1]
         self.num_first = sizes.count(sizes[0])
         self._kinds = network.cluster.kind_of_device()
+        self.splits = RowSplits(self._kinds, self.first_rows, self.last_rows, proportional)
         self._layer_seconds: dict[float, tuple[Floats, Floats]] = {}
         self._saved: dict[int, Floats] = {}
         self._seconds: dict[Shares, dict[str, Floats]] = {}
@@ -229,8 +236,9 @@ class CostTables:
         key = self.symmetry.link_key(senders, receivers)
         found = self._links.get(key)
         if found is None:
-            ends, places = (senders, receivers), self.symmetry.places
-            times = slowest(self.network, places, ends, self.first_rows, self.crossing_bytes)
+            one, other = self.splits.of(senders), self.splits.of(receivers)
+            ends, rows = (one.devices, other.devices), (one.first, other.first)
+            times = slowest(self.network, self.symmetry.places, ends, rows, self.crossing_bytes)
             found = self._links[key] = LinkTable(*times)
         return found
 
@@ -297,22 +305,18 @@ class CostTables:
         return groups
 
     def _make_stage(self, devices: Devices) -> StageTable:
-        ring = self.network.ring(devices)
+        split = self.splits.of(devices)
+        ring = self.network.ring(split.devices)
         between = [(r.latency, ring.between_factor / r.rate) for r in ring.between]
-        shares, slowest = self._shares(devices)
+        speeds = [self._kinds[device].speed for device in split.devices]
+        shares = tuple(sorted(set(zip(speeds, split.first, split.last, strict=True))))
         return StageTable(
             **self._stage_seconds(shares),
-            optimizer=self.optimizer_prefix / slowest,
+            optimizer=self.optimizer_prefix / min(speeds),
             reduce_fixed=ring.inside_latency + max((a for a, _ in between), default=0.0),
             reduce_per_byte=ring.inside_seconds_per_byte
             + max((b for _, b in between), default=0.0),
         )
-
-    def _shares(self, devices: Devices) -> tuple[Shares, float]:
-        """The different (speed, rows of the first, rows of the last micro-batch) of replicas."""
-        speeds = [self._kinds[device].speed for device in devices]
-        first, last = (split_rows(n, len(devices)) for n in (self.first_rows, self.last_rows))
-        return tuple(sorted(set(zip(speeds, first, last, strict=True)))), min(speeds)
 
     def _stage_seconds(self, shares: Shares) -> dict[str, Floats]:
         found = self._seconds.get(shares)
@@ -320,7 +324,8 @@ class CostTables:
             return found
         num_last = self.micro_batches - self.num_first
         shape = self.profile.num_layers + 1
-        least = [np.full(shape, np.inf) for _ in range(2)]
+        # Layer by layer: replicas of different speed and rows need not agree on what takes longer.
+        least = [np.full(self.profile.num_layers, np.inf) for _ in range(2)]
         likely = [np.zeros(shape) for _ in range(3)]
         most = np.zeros(self.profile.num_layers)
         for speed, first, last in shares:
@@ -330,27 +335,33 @@ class CostTables:
             likely = [
                 np.maximum(a, b) for a, b in zip(likely, (forward, backward, work), strict=True)
             ]
-            least[0] = np.minimum(least[0], forward) if first else least[0]
-            least[1] = np.minimum(least[1], backward_last) if last else least[1]
+            least[0] = np.minimum(least[0], np.diff(forward)) if first else least[0]
+            least[1] = np.minimum(least[1], np.diff(backward_last)) if last else least[1]
             most = np.maximum(most, np.diff(backward_last))
         names = ("least_forward", "least_backward", "likely_forward", "likely_backward", "work")
-        found = dict(zip(names, [*least, *likely], strict=True))
+        found = dict(zip(names, [*map(_prefix, least), *likely], strict=True))
         found["most_backward"] = _prefix(most)
         self._seconds[shares] = found
         return found
 
     def _make_least_link(self, senders: Devices, receivers: Devices) -> LeastLink:
         certain, num_last = self.certain_bytes, self.micro_batches - self.num_first
-        there, back = (senders, receivers), (receivers, senders)
-        works = []
-        for ends, size in ((there, certain.forward), (back, certain.backward)):
-            first = traffic(self.network, *ends, self.first_rows)
-            last = traffic(self.network, *ends, self.last_rows)
-            works.append(busiest(first, self.num_first, last, num_last, size))
+        one, other = self.splits.of(senders), self.splits.of(receivers)
+        loads, last_loads = (
+            traffic(self.network, one.devices, other.devices, rows)
+            for rows in ((one.first, other.first), (one.last, other.last))
+        )
+        back, last_back = (
+            traffic(self.network, other.devices, one.devices, rows)
+            for rows in ((other.first, one.first), (other.last, one.last))
+        )
         return LeastLink(
-            forward=arrival(self.network, *there, self.first_rows, certain.forward),
-            backward=arrival(self.network, *back, self.last_rows, certain.backward),
-            work=np.maximum(*works),
+            forward=arrival(loads, certain.forward),
+            backward=arrival(last_back, certain.backward),
+            work=np.maximum(
+                busiest(loads, self.num_first, last_loads, num_last, certain.forward),
+                busiest(back, self.num_first, last_back, num_last, certain.backward),
+            ),
         )
 
 

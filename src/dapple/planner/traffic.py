@@ -7,11 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dapple.costs import NO_CARD, Network, overlaps, split_rows
+from dapple.costs import NO_CARD, Network, overlaps
 from dapple.records import ModelProfile, TensorProfile
 
 Floats = NDArray[np.float64]
 Devices = tuple[int, ...]
+Rows = tuple[int, ...]
+"""Rows of a micro-batch per replica."""
 _FEW = 24
 """With so few replicas on both sides, flows are looked at one by one."""
 
@@ -81,7 +83,11 @@ class Places:
 
 
 def slowest(
-    network: Network, places: Places, ends: tuple[Devices, Devices], rows: int, sizes: CutBytes
+    network: Network,
+    places: Places,
+    ends: tuple[Devices, Devices],
+    rows: tuple[Rows, Rows],
+    sizes: CutBytes,
 ) -> tuple[Floats, Floats]:
     """Seconds of one micro-batch's transfer until the last flow is through, and of that back.
 
@@ -89,7 +95,7 @@ def slowest(
         network: routes and cards, which are the same both ways.
         places: machines, and groups of equal machines.
         ends: senders and receivers.
-        rows: of the micro-batch.
+        rows: what of the micro-batch each of them has.
         sizes: bytes by cut.
     """
     if len(ends[0]) + len(ends[1]) <= _FEW:
@@ -105,10 +111,14 @@ def slowest(
 
 
 def _distinct_loads(
-    network: Network, places: Places, senders: Devices, receivers: Devices, rows: int
+    network: Network,
+    places: Places,
+    senders: Devices,
+    receivers: Devices,
+    rows: tuple[Rows, Rows],
 ) -> list[Load]:
     """What one micro-batch puts on flows and cards, alike ones once; fast for many replicas."""
-    ends = [np.cumsum(split_rows(rows, len(side))) for side in (senders, receivers)]
+    ends = [np.cumsum(side) for side in rows]
     stops = np.unique(np.concatenate(ends))
     stops = stops[stops > 0]
     counts = np.diff(stops, prepend=0)
@@ -137,12 +147,11 @@ def _distinct_loads(
 
 
 def traffic(
-    network: Network, senders: Devices, receivers: Devices, rows: int
+    network: Network, senders: Devices, receivers: Devices, rows: tuple[Rows, Rows]
 ) -> dict[tuple[int, int], Load]:
     """What one micro-batch puts on each flow (by replicas) and each card (by (-1, card))."""
     loads: dict[tuple[int, int], Load] = {}
-    parts = split_rows(rows, len(senders)), split_rows(rows, len(receivers))
-    for sender, receiver, count in overlaps(*parts):
+    for sender, receiver, count in overlaps(*rows):
         route = network.route(senders[sender], receivers[receiver])
         loads[sender, receiver] = count, 1, route.rate, route.latency
         for card in (route.out_card, route.in_card):
@@ -174,12 +183,10 @@ def busiest(
     return work
 
 
-def arrival(
-    network: Network, senders: Devices, receivers: Devices, rows: int, size: MessageBytes
-) -> Floats:
-    """Seconds until the first receiver has all of its rows."""
+def arrival(loads: dict[tuple[int, int], Load], size: MessageBytes) -> Floats:
+    """Seconds until the first receiver has all of its rows, of one micro-batch's loads."""
     waits: dict[int, Floats] = {}
-    for (sender, receiver), load in traffic(network, senders, receivers, rows).items():
+    for (sender, receiver), load in loads.items():
         if sender >= 0:
             seconds = _seconds(load, size)
             waits[receiver] = np.maximum(waits.get(receiver, seconds), seconds)
