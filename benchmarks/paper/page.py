@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from benchmarks.paper import (
     errata,
     examples,
+    gpipe_measured,
     gpipe_simulated,
     hybrid,
     planners,
@@ -36,6 +37,7 @@ PARTS: tuple[Part, ...] = (
     reference,
     policies,
     gpipe_simulated,
+    gpipe_measured,
     planners,
     hybrid,
     scaling,
