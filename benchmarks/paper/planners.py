@@ -12,19 +12,22 @@ from benchmarks.paper.questions import Answers, Case, OneDevice, Ours, Question,
 from benchmarks.planner.referee import Judged, baseline, best_of, label
 from dapple.cluster import NETWORK_MODELS
 
+PROFILE_ROWS = {"xlnet-36": 1, "bert-large": 2, "amoebanet-36": 1, "vgg-19": 32}
+"""The paper's profile batch sizes (BERT-Large's is taken to be BERT-48's)."""
 _SIZES = {"config-a": "2x8", "config-a:4x8": "4x8"}
 
 
 @dataclass(frozen=True)
 class PipeDream(Question[tuple[Judged, bool]]):
-    """PipeDream's plan at its best, and whether it fits 16 GB."""
+    """PipeDream's plan at its best M, or for one size of minibatch, and whether it fits 16 GB."""
 
     case: Case
+    rows: int | None = None
 
     def answer(self) -> tuple[Judged, bool]:
         """Its planner for every minibatch size, activations' transfers priced; the best is kept."""
         for memory in (True, False):
-            problem = self.case.problem(memory=memory)
+            problem = self.case.problem(memory=memory, rows=self.rows)
             found = best_of(problem, baseline(problem, "pipedream"))
             if found is not None:
                 return found, memory
@@ -44,6 +47,7 @@ def questions() -> Iterator[Question[object]]:
     for case in itertools.chain.from_iterable(map(cases, NETWORK_MODELS)):
         yield Ours(case)
         yield PipeDream(case)
+        yield PipeDream(case, PROFILE_ROWS[case.model])
         yield OneDevice(case.model, case.batch)
 
 
@@ -62,6 +66,7 @@ def section(answers: Answers) -> str:
     for network in NETWORK_MODELS:
         header = ("model, batch", "cluster", "the paper: DAPPLE:", "PipeDream:", "ratio:")
         header += ("ours", "speedup:", "PipeDream", "speedup:", "ratio:")
+        header += ("PipeDream's minibatch of the profile, speedup:",)
         rows = [_row(answers, case) for case in cases(network)]
         parts += [f"### PipeDream's: network model `{network}`", table(header, rows)]
     return join(*parts, bullets(_differences(answers)))
@@ -78,7 +83,9 @@ def _row(answers: Answers, case: Case) -> list[str]:
     row += [
         f"{label(other, profile)}, M {other.micro_batches}" + ("" if fits else " (does not fit)")
     ]
-    return [*row, f"{one / other.seconds:.1f}", f"{other.seconds / ours.seconds:.2f}"]
+    row += [f"{one / other.seconds:.1f}", f"{other.seconds / ours.seconds:.2f}"]
+    small, _ = answers[PipeDream(case, PROFILE_ROWS[case.model])]
+    return [*row, f"{one / small.seconds:.1f}"]
 
 
 def _differences(answers: Answers) -> Iterator[str]:
@@ -90,7 +97,13 @@ def _differences(answers: Answers) -> Iterator[str]:
     ]
     yield (
         f"Ours is ahead by {min(ratios):.2f}x to {max(ratios):.2f}x, less than in the paper, because "
-        "this is PipeDream at its best: the size of its minibatch is chosen for it, and its plan runs in "
-        "synchronous steps, with the AllReduce once a step where PipeDream itself has it after every "
-        "minibatch."
+        "this is PipeDream at its best: the size of its minibatch is chosen for it, its micro-batches in "
+        "flight as well, and its plan runs in synchronous steps, with the AllReduce once a step where "
+        "PipeDream itself has it after every minibatch."
+    )
+    yield (
+        "The last column is PipeDream's planner with minibatches as large as the paper's profiles were "
+        "taken (1, 2, 1 and 32 rows), split over the replicas of a stage: devices then compute a few rows "
+        "at a time, which our profiles price, and its plans balance what is none of a synchronous step's "
+        "trouble. It is nearer to the paper's figures."
     )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from benchmarks.paper.differences import sentence
 from benchmarks.paper.facts import (
     BATCHES,
     CLUSTERS,
@@ -27,12 +28,8 @@ from benchmarks.planner.referee import (
     two_stages,
 )
 from dapple.cluster import NETWORK_MODELS
-from dapple.costs import CostModel
 from dapple.planner.problem import Layout, Problem
-from dapple.records import StagePlan
-from dapple.units import format_bytes
 
-_MUCH_LESS, _LONGER = 0.7, 1.05
 _REPEATED = ("blocks.", "cells.", "encoder.", "decoder.", "both_ways", "first", "features.")
 
 
@@ -122,8 +119,19 @@ def section(answers: Answers) -> str:
         header = ("model, batch", "cluster", "the paper's plan", "M:", "step, ms:", "ours", "M:")
         header += ("step, ms:", "x:", "reference model:")
         parts += [f"### Network model `{network}`", table(header, rows)]
-        parts += ["Where ours is another plan:", bullets(_differences(answers, network))]
+        parts += ["Where ours is another plan:", bullets(_others(answers, network))]
     return join(*parts)
+
+
+def _others(answers: Answers, network: str) -> Iterator[str]:
+    """A sentence on each cell whose two plans differ."""
+    for case in cases(network):
+        ours, (theirs, fits) = answers[Ours(case)], answers[Theirs(case)]
+        if ours is not None and (ours.shape != theirs.shape or not fits):
+            moved = answers[BestCut(case)] if ":" in paper_plan(case).shape else None
+            why = sentence(case, paper_plan(case), ours, theirs, moved)
+            limit = "" if fits else "; the paper's plan needs more than 16 GB here, and has them"
+            yield f"{case.model} on {case.cluster[-1].upper()}: {why}{limit}."
 
 
 def verdict(answers: Answers) -> str:
@@ -163,64 +171,3 @@ def _row(answers: Answers, case: Case) -> list[str]:
     slower = ratio is not None and ratio < 1 - SAME and fits
     row += [f"**{ratio:.4f}**" if slower else f"{ratio:.3f}"]
     return [*row, REFERENCE_GAINS.get((case.model, case.cluster), "")]
-
-
-def _differences(answers: Answers, network: str) -> Iterator[str]:
-    for case in cases(network):
-        ours, (theirs, fits) = answers[Ours(case)], answers[Theirs(case)]
-        if ours is not None and (ours.shape != theirs.shape or not fits):
-            yield f"{case.model} on {case.cluster[-1].upper()}: {_why(answers, case)}."
-
-
-def _why(answers: Answers, case: Case) -> str:
-    """One sentence on a cell whose two plans differ, from what was simulated between them."""
-    ours, (theirs, fits) = answers[Ours(case)], answers[Theirs(case)]
-    assert ours is not None
-    parts, plan, profile = [], paper_plan(case), case.profile
-    if not fits:
-        parts.append("the paper's plan needs more than 16 GB here; its step is without that limit")
-    if len(ours.stages) == 1:
-        parts.append("one stage has no bubble, and its last backward hides most of the AllReduce")
-    elif ours.replicas == theirs.replicas:
-        name = profile.layers[ours.stages[0].stop - 1].name
-        parts.append(f"the same replicas, cut after {name}, {_why_there(case, ours, theirs)}")
-    elif plan.shape == "straight":
-        parts.append(
-            f"{len(ours.stages)} stages for 16 fill and drain sooner and leave fewer and larger "
-            "micro-batches, at which a device computes faster"
-        )
-    else:
-        moved = answers[BestCut(case)]
-        best = (
-            "does not fit anywhere"
-            if moved is None
-            else (f"takes {moved.seconds / ours.seconds:.3f}x even where it is cut best")
-        )
-        parts.append(f"{plan.shape} {best}; {len(ours.stages)} stages sum fewer gradients each")
-    return "; ".join(parts)
-
-
-def _why_there(case: Case, ours: Judged, theirs: Judged) -> str:
-    """What our cut of two stages has over the paper's."""
-    model = case.problem().model
-    moved = [_bytes_per_row(model, plan.stages) for plan in (ours, theirs)]
-    if moved[0] < _MUCH_LESS * moved[1]:
-        return f"where a row hands over {format_bytes(moved[0])} and not {format_bytes(moved[1])}"
-    rows = case.batch / ours.micro_batches
-    first, second = (
-        sum(model.stage_seconds(s.start, s.stop, rows / s.replicas)) for s in ours.stages
-    )
-    if first > second * _LONGER:
-        return (
-            f"which makes the first stage {first / second:.2f} times as long as the second: of "
-            f"{ours.micro_batches} micro-batches the second stage waits for the first one and the "
-            "first stage for the last one (the uneven split below)"
-        )
-    return "which balances the stages of our profile"
-
-
-def _bytes_per_row(model: CostModel, stages: Sequence[StagePlan]) -> int:
-    first, second = stages
-    crossing = model.crossing((first.start, first.stop), (second.start, second.stop))
-    assert crossing is not None
-    return round(crossing.bytes_per_row)

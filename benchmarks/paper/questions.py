@@ -94,11 +94,16 @@ class Case:
         """The cluster."""
         return preset(self.cluster)
 
-    def problem(self, *, memory: bool = True, recompute: bool = False) -> Problem:
-        """The planning problem; without `memory` every device holds everything."""
+    def problem(self, *, memory: bool = True, rows: int | None = None) -> Problem:
+        """The planning problem; without `memory` every device holds everything.
+
+        Args:
+            memory: whether devices have the memory that they have.
+            rows: of a micro-batch; None: to be chosen.
+        """
         cluster = self.devices if memory else self.devices.with_memory(_UNLIMITED)
         return Problem(
-            self.profile, cluster, self.batch, network_model=self.network, recompute=recompute
+            self.profile, cluster, self.batch, network_model=self.network, micro_batch_size=rows
         )
 
 

@@ -142,8 +142,8 @@ def section(answers: Answers) -> str:
         bullets(
             [
                 "VGG-19 on C: the 15 flows into the single replica run side by side here. Through one "
-                f"link of a flow's bandwidth the gain is {_gain(answers, _VGG):.0%}: the reference "
-                "model must have priced a message so.",
+                f"link of a flow's bandwidth the gain is {_gain(answers, _VGG):.0%}, which suggests that "
+                "the reference model priced a message so.",
                 "AmoebaNet-36 on A: the reference model's 37 % came from 7:3:6 and a profile that we do "
                 f"not have. With ours 7:3:6 takes {seven.seconds / ours.seconds:.2f}x our plan's step "
                 f"even where it is cut best, and the paper's plan {theirs.seconds / ours.seconds:.2f}x.",
