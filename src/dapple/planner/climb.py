@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dapple.planner.cuts import better_cuts
+from dapple.planner.cuts import better_cuts, better_cuts_of_all
 from dapple.planner.estimate import slowest_stages
 from dapple.planner.neighbours import moved_devices, other_counts
 from dapple.planner.problem import Layout, Problem
 
 _ROUNDS = 6
 """How often devices or M are changed in a row."""
+_CUT_ROUNDS = 2
+"""How many cuts are moved in a row to judge a change."""
 _KEPT = 3
 """Layouts of each round that the caller hears of."""
 
@@ -45,4 +47,4 @@ def changed(problem: Problem, layout: Layout) -> list[tuple[float, Layout]]:
         for other in (*moved_devices(problem, layout, focus), *other_counts(problem, layout))
     }
     others.pop((layout.devices, layout.micro_batches), None)
-    return sorted(better_cuts(problem, other, policies, rounds=1) for other in others.values())
+    return sorted(better_cuts_of_all(problem, [*others.values()], policies, _CUT_ROUNDS))

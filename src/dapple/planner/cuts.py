@@ -1,7 +1,9 @@
-"""The estimate of many cuts of one layout at once, and better cuts by it."""
+"""The estimate of many layouts of one length at once, and better cuts by it."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -37,18 +39,46 @@ def estimate_cuts(
     Returns:
         Shape (W, P), seconds; infinite where the layout does not fit.
     """
-    forward, backward, work, after = _times(problem, layout, bounds)
+    return _estimate(problem, [layout], np.zeros(len(bounds), dtype=np.int64), bounds, policies)
+
+
+def _estimate(
+    problem: Problem, layouts: Sequence[Layout], which: Ints, bounds: Ints, policies: Sequence[str]
+) -> Floats:
+    """The same for cuts of some layouts of the same length, M, and warm-up.
+
+    Args:
+        problem, policies: as above.
+        layouts: device sets.
+        which: shape (P,), indices into `layouts`.
+        bounds: shape (P, S + 1).
+    """
+    one = layouts[0]
+    bank, count, cuts = problem.bank(one.micro_batches), one.micro_batches, bounds.T
+    numbers = np.array([[bank.stage(d) for d in layout.devices] for layout in layouts])
+    stage, start, stop = numbers[which].T, cuts[:-1], cuts[1:]
+    times = np.zeros((4, 2 * one.num_stages - 1, len(bounds)))
+    times[:, ::2] = bank.stage_seconds(stage, start, stop)
+    forward, backward, work, after = times
+    if one.num_stages > 1:
+        pairs = [itertools.pairwise(layout.devices) for layout in layouts]
+        links = np.array([[bank.link(*pair) for pair in row] for row in pairs])[which].T
+        forward[1::2], backward[1::2] = bank.link_seconds(links, start[1:])
+        work[1::2] = count * np.maximum(forward[1::2], backward[1::2])
     both = forward + backward
     before_f = np.cumsum(forward, axis=0) - forward
     before_b = np.cumsum(backward, axis=0) - backward
     late = before_f + np.maximum(before_b + after[0], after)
     alone = (both.sum(axis=0) - before_b + after).max(axis=0)
     longest = np.maximum(alone, (work + late).max(axis=0))
+    rooms = None
+    if problem.memory_is_known:
+        state = problem.optimizer_state_factor
+        rooms = bank.room(stage, start, stop, state, one.shard)
     results = []
-    rooms = _rooms(problem, layout, bounds) if problem.memory_is_known else None
     for policy in policies:
-        warmup = _warmups(problem, replace(layout, policy=policy), rooms)
-        waits = _waits(forward, both, warmup, layout.micro_batches) + late[::2]
+        warmup = _warmups(problem, replace(one, policy=policy), rooms)
+        waits = _waits(forward, both, warmup, count) + late[::2]
         step = np.maximum(longest, waits.max(axis=0))
         results.append(np.where(warmup.min(axis=0) > 0, step, np.inf))
     return np.array(results)
@@ -82,69 +112,88 @@ def better_cuts(
     Returns:
         Its estimate in seconds, infinite if nothing near it fits, and itself.
     """
-    here, seconds, chosen = np.array(layout.bounds), np.inf, 0
-    most = rounds if layout.num_stages <= _SHORT else _LONG_ROUNDS
-    for _ in range(min(rounds, most)):
-        nearby = _moved(here)
-        guesses = estimate_cuts(problem, layout, nearby, policies)
-        policy, best = divmod(int(guesses.argmin()), len(nearby))
-        if not guesses[policy, best] < seconds * (1 - 1e-9):
+    most = rounds if layout.num_stages <= _SHORT else min(rounds, _LONG_ROUNDS)
+    seconds, best = _climb_cuts(problem, [layout], policies, most, _single(layout.num_stages))[0]
+    for _ in range(most):
+        if layout.num_stages < 3:
             break
-        here, seconds, chosen = nearby[best], float(guesses[policy, best]), policy
-    bounds = tuple(map(int, here))
-    return seconds, replace(layout, bounds=bounds, policy=policies[chosen])
+        found, other = _climb_cuts(problem, [best], policies, 1, _double(layout.num_stages))[0]
+        if not found < seconds * (1 - 1e-9):
+            break
+        seconds, best = _climb_cuts(problem, [other], policies, most, _single(layout.num_stages))[0]
+    return seconds, best
 
 
-def _moved(here: Ints) -> Ints:
-    """The cuts as they are, first, and all moves of one cut or of two neighbouring ones."""
-    stages = len(here) - 1
-    far = _FAR if stages <= _SHORT else _NEAR
-    pairs = np.stack(np.meshgrid(far, far, indexing="ij"), axis=-1).reshape(-1, 2)
-    moves = [np.zeros((1, len(here)), dtype=np.int64)]
+def better_cuts_of_all(
+    problem: Problem, layouts: Sequence[Layout], policies: Sequence[str], rounds: int
+) -> list[tuple[float, Layout]]:
+    """`better_cuts` of many layouts, one cut at a time; in their order."""
+    found: dict[int, tuple[float, Layout]] = {}
+    alike: dict[tuple[int, int], list[int]] = {}
+    for number, layout in enumerate(layouts):
+        alike.setdefault((layout.num_stages, layout.micro_batches), []).append(number)
+    for (stages, _), numbers in alike.items():
+        group = [layouts[number] for number in numbers]
+        better = _climb_cuts(problem, group, policies, rounds, _single(stages))
+        found.update(zip(numbers, better, strict=True))
+    return [found[number] for number in range(len(layouts))]
+
+
+def _climb_cuts(
+    problem: Problem,
+    layouts: Sequence[Layout],
+    policies: Sequence[str],
+    rounds: int,
+    moves: Ints,
+) -> list[tuple[float, Layout]]:
+    """Layouts of one length and M after the best of some moves each, while they help one."""
+    here = np.array([layout.bounds for layout in layouts])
+    seconds, chosen = np.full(len(layouts), np.inf), np.zeros(len(layouts), dtype=np.int64)
+    moving = np.arange(len(layouts))
+    for _ in range(rounds):
+        nearby = here[moving, None] + moves
+        row, move = np.nonzero((np.diff(nearby) > 0).all(axis=2))
+        bounds, which = nearby[row, move], moving[row]
+        guesses = _estimate(problem, layouts, which, bounds, policies)
+        policy, least = guesses.argmin(axis=0), guesses.min(axis=0)
+        begins = [*np.searchsorted(row, np.arange(len(moving))).tolist(), len(row)]
+        best = np.array([a + least[a:b].argmin() for a, b in itertools.pairwise(begins)])
+        better = least[best] < seconds[moving] * (1 - 1e-9)
+        moving, best = moving[better], best[better]
+        here[moving], seconds[moving], chosen[moving] = bounds[best], least[best], policy[best]
+        if not len(moving):
+            break
+    return [
+        (float(s), replace(layout, bounds=tuple(cuts), policy=policies[policy]))
+        for layout, cuts, s, policy in zip(
+            layouts, here.tolist(), seconds, chosen.tolist(), strict=True
+        )
+    ]
+
+
+@functools.lru_cache(maxsize=64)
+def _single(stages: int) -> Ints:
+    """No move, first, and all moves of one cut; shape (moves, S + 1)."""
+    moves = [np.zeros((1, stages + 1), dtype=np.int64)]
     for cut in range(1, stages):
-        single = np.zeros((len(_FAR), len(here)), dtype=np.int64)
+        single = np.zeros((len(_FAR), stages + 1), dtype=np.int64)
         single[:, cut] = _FAR
         moves.append(single)
-        if cut + 1 < stages:
-            double = np.zeros((len(pairs), len(here)), dtype=np.int64)
-            double[:, cut : cut + 2] = pairs
-            moves.append(double)
-    nearby: Ints = here + np.concatenate(moves)
-    return nearby[(np.diff(nearby, axis=1) > 0).all(axis=1)]
+    return np.concatenate(moves)
 
 
-def _times(problem: Problem, layout: Layout, bounds: Ints) -> tuple[Floats, Floats, Floats, Floats]:
-    """Forward, backward, whole work, and what comes after, of the expanded stages; (2 S - 1, P)."""
-    tables, count = problem.tables(layout.micro_batches), layout.micro_batches
-    shape = 2 * layout.num_stages - 1, len(bounds)
-    forward, backward, work, after = (np.zeros(shape) for _ in range(4))
-    for number, devices in enumerate(layout.devices):
-        start, stop, row = bounds[:, number], bounds[:, number + 1], 2 * number
-        if number:
-            link = tables.link(layout.devices[number - 1], devices)
-            forward[row - 1], backward[row - 1] = link.forward[start], link.backward[start]
-            work[row - 1] = count * np.maximum(forward[row - 1], backward[row - 1])
-        table = tables.stage(devices)
-        forward[row] = table.likely_forward[stop] - table.likely_forward[start]
-        backward[row] = table.likely_backward[stop] - table.likely_backward[start]
-        work[row] = table.work[stop] - table.work[start]
-        after[row] = tables.likely_exposed(devices, start, stop)
-        after[row] += table.optimizer[stop] - table.optimizer[start]
-    return forward, backward, work, after
-
-
-def _rooms(problem: Problem, layout: Layout, bounds: Ints) -> Floats:
-    """How many micro-batches fit in flight, shape (S, P)."""
-    tables = problem.tables(layout.micro_batches)
-    rooms = np.empty((layout.num_stages, len(bounds)))
-    for number, devices in enumerate(layout.devices):
-        start, stop = bounds[:, number], bounds[:, number + 1]
-        factor = problem.state_factor(len(devices), layout.shard)
-        rooms[number] = np.inf
-        for rows, memory in tables.splits.loads(devices):
-            fixed, each = tables.stage_bytes(start, stop, rows, factor)
-            rooms[number] = np.minimum(rooms[number], (memory - fixed) / np.maximum(each, 1.0))
-    return rooms
+@functools.lru_cache(maxsize=64)
+def _double(stages: int) -> Ints:
+    """No move, first, and all moves of two neighbouring cuts."""
+    far = _FAR if stages <= _SHORT else _NEAR
+    pairs = np.stack(np.meshgrid(far, far, indexing="ij"), axis=-1).reshape(-1, 2)
+    pairs = pairs[pairs.all(axis=1)]
+    moves = np.zeros((stages - 2, len(pairs), stages + 1), dtype=np.int64)
+    for cut in range(1, stages - 1):
+        moves[cut - 1, :, cut : cut + 2] = pairs
+    return np.concatenate(
+        [np.zeros((1, stages + 1), dtype=np.int64), moves.reshape(-1, stages + 1)]
+    )
 
 
 def _warmups(problem: Problem, layout: Layout, rooms: Floats | None) -> Ints:

@@ -16,12 +16,12 @@ from typing import Protocol
 import numpy as np
 
 from dapple.planner.climb import changed, climb
-from dapple.planner.cuts import better_cuts
+from dapple.planner.cuts import better_cuts, better_cuts_of_all
 from dapple.planner.dynamic import trade_off
 from dapple.planner.estimate import estimate_seconds, slowest_stages
 from dapple.planner.frame import Frame, choose_step, device_orders, make_frame
 from dapple.planner.grid import Grid, choose_marks, make_grid
-from dapple.planner.neighbours import neighbours
+from dapple.planner.neighbours import neighbours, pack
 from dapple.planner.problem import Layout, Problem
 from dapple.planner.refusal import Refusal
 from dapple.planner.traffic import Devices
@@ -38,6 +38,8 @@ _EQUAL = (1, 2, 4)
 """Widths that are also looked at in all stages alike: long pipelines are best even, or nearly so."""
 _IN_FLIGHT = (1, 2, 4)
 """Micro-batches that every stage must have room for; more than one where memory is short."""
+_SPLIT_ROUNDS = 6
+"""How often the one cut between two stages is moved."""
 _POLISHED = 3
 """Layouts on different devices whose cuts are improved whenever the dynamic programme has run."""
 _CLIMBED = 6
@@ -83,6 +85,7 @@ class GeneralSearch:
         """
         self._estimate(known)
         self._scout()
+        self._split_in_two()
         for count in self._best_counts():
             self._look_closely(count)
         for layout in self._on_different_devices(self._ranked(), _CLIMBED):
@@ -114,6 +117,22 @@ class GeneralSearch:
     @property
     def _limit(self) -> float:
         return min(self._estimates.values(), default=np.inf) * _LIMIT
+
+    def _split_in_two(self) -> None:
+        """Two stages on all devices, in every ratio: a few devices behind many are easily missed."""
+        problem, devices = self.problem, self.problem.num_devices
+        if problem.num_layers == 1 or not 1 < devices <= _FEW_DEVICES:
+            return
+        middle = (0, problem.num_layers // 2, problem.num_layers)
+        order = device_orders(problem.cluster)[0]
+        for count in sorted(self._good_counts()):
+            layouts = [
+                Layout(middle, pack(order, (first, devices - first)), count)
+                for first in range(1, devices)
+            ]
+            policies = problem.policies(layouts[0])
+            best = sorted(better_cuts_of_all(problem, layouts, policies, _SPLIT_ROUNDS))
+            self._estimate(layout for seconds, layout in best[:_POLISHED] if np.isfinite(seconds))
 
     def _good_counts(self) -> set[int]:
         """The M whose best estimate is not far from the best of all."""

@@ -11,6 +11,7 @@ from functools import cached_property
 from dapple.cluster import Cluster
 from dapple.costs import CostModel, StageMemory, split_rows, stage_memory
 from dapple.errors import InputError
+from dapple.planner.bank import Bank
 from dapple.planner.refusal import Refusal
 from dapple.planner.symmetry import Symmetry
 from dapple.planner.tables import CostTables
@@ -138,6 +139,7 @@ class Problem:
         self._kinds = cluster.kind_of_device()
         self.symmetry = Symmetry(cluster, self.model.network)
         self._tables: dict[int, CostTables] = {}
+        self._banks: dict[int, Bank] = {}
 
     @property
     def speeds_differ(self) -> bool:
@@ -229,6 +231,13 @@ class Problem:
                 self.proportional,
             )
             self._tables[micro_batches] = found
+        return found
+
+    def bank(self, micro_batches: int) -> Bank:
+        """The same by number, for many layouts at once."""
+        found = self._banks.get(micro_batches)
+        if found is None:
+            found = self._banks[micro_batches] = Bank(self.tables(micro_batches), self.symmetry)
         return found
 
     def fit(self, layout: Layout, name: str) -> tuple[StagePlan, ...] | Refusal:

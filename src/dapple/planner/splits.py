@@ -41,6 +41,7 @@ class RowSplits:
         self._sizes = first_rows, last_rows
         self._proportional = proportional
         self._found: dict[Devices, Split] = {}
+        self._loads: dict[Devices, list[tuple[int, int]]] = {}
 
     def of(self, devices: Devices) -> Split:
         """The split of a stage on these devices."""
@@ -54,7 +55,12 @@ class RowSplits:
 
         Where rows are even, the device with the least memory is taken to have the most of them.
         """
-        split = self.of(devices)
+        found = self._loads.get(devices)
+        if found is None:
+            found = self._loads[devices] = self._find_loads(self.of(devices))
+        return found
+
+    def _find_loads(self, split: Split) -> list[tuple[int, int]]:
         if split.shares is None:
             return [(split.first[0], min(self._kinds[device].memory for device in split.devices))]
         most: dict[int, int] = {}

@@ -24,6 +24,7 @@ class Symmetry:
         places: machine of each device, and group of each machine.
         period: devices after which numbers repeat themselves: those of a machine, where all
             machines are equal; 0 where they are not.
+        memories: the different sizes of the devices' memory, bytes.
     """
 
     def __init__(self, cluster: Cluster, network: Network) -> None:
@@ -36,6 +37,7 @@ class Symmetry:
         self.places = Places(machine_of, np.array(self._group))
         sizes = cluster.machine_sizes()
         self.period = sizes[0] if len(set(self._group)) == 1 else 0
+        self.memories = frozenset(kind.memory for kind in self._kinds)
         self._one_kind = len(set(self._kinds)) == 1
         self._rings: dict[Hashable, tuple[float, float]] = {}
         self._link_keys: dict[tuple[Devices, Devices], Hashable] = {}

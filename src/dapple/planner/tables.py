@@ -39,8 +39,6 @@ Shares = tuple[tuple[float, int, int], ...]
 
 _FEW_LAYERS = 64
 """Up to so many layers, what AllReduces expose is worked out for all pairs of cuts at once."""
-_SOME_LAYERS = 200
-"""The same where much of it will be asked for; beyond, only the last bucket is looked at."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +136,6 @@ class CostTables:
         self._links: dict[Hashable, LinkTable] = {}
         self._least_links: dict[Hashable, LeastLink] = {}
         self._exposed: dict[Devices, Floats] = {}
-        self._likely_exposed: dict[Devices, Floats] = {}
 
     @cached_property
     def certain_bytes(self) -> CutBytes:
@@ -268,21 +265,6 @@ class CostTables:
         if devices not in self._exposed:
             self._exposed[devices] = exposed_seconds(self.untied_prefix, table.most_backward, *ring)
         return np.maximum(whole, self._exposed[devices][start, stop])
-
-    def likely_exposed(self, devices: Devices, start: Ints, stop: Ints) -> Floats:
-        """About the seconds of AllReduce after the last backward of stages start..stop, (P,)."""
-        table = self.stage(devices)
-        ring = table.reduce_fixed, table.reduce_per_byte
-        if not any(ring):
-            return np.zeros(len(start))
-        size, backward = self.parameter_prefix, table.likely_backward
-        if self.profile.num_layers <= _SOME_LAYERS:
-            if devices not in self._likely_exposed:
-                self._likely_exposed[devices] = exposed_seconds(size, backward, *ring)
-            return self._likely_exposed[devices][start, stop]
-        own = size[stop] - size[start]
-        late = ring[0] + ring[1] * own - (backward[stop - 1] - backward[start])
-        return np.where(own > 0, np.maximum(late, 0.0), 0.0)
 
     def own_parameter_bytes(self, start: Ints, stop: Ints) -> Floats:
         """Bytes of the gradients that only the stage's own replicas add up.
