@@ -25,11 +25,13 @@ class PaperPlan:
     Attributes:
         shape: "DP", "straight", or "P:Q".
         cut: the layers of the first stage, as the paper counts them.
+        layers: of the whole model, counted alike.
         behind: our layers that the cut can be behind; with several the best one is taken.
     """
 
     shape: str
     cut: int = 0
+    layers: int = 0
     behind: tuple[str, ...] = ()
 
     @property
@@ -38,25 +40,55 @@ class PaperPlan:
         first, second = map(int, self.shape.split(":"))
         return first, second
 
+    @property
+    def split(self) -> str:
+        """The cut as the paper prints it, such as "9:7"."""
+        return f"{self.cut}:{self.layers - self.cut}"
+
 
 _DP, _STRAIGHT = PaperPlan("DP"), PaperPlan("straight")
-_GNMT = PaperPlan("8:8", 9, ("first", "attention"))
-_XLNET = PaperPlan("8:8", 18, ("blocks.17",))
-_AMOEBANET = PaperPlan("11:5", 27, ("cells.30",))
+_GNMT = PaperPlan("8:8", 9, 16, ("first", "attention"))
+_XLNET = PaperPlan("8:8", 18, 36, ("blocks.17",))
+_AMOEBANET = PaperPlan("11:5", 27, 36, ("cells.30",))
 
 PLANS: dict[str, tuple[PaperPlan, PaperPlan, PaperPlan]] = {
     "resnet-50": (_DP, _DP, _DP),
-    "vgg-19": (_DP, _DP, PaperPlan("15:1", 13, ("features.12",))),
+    "vgg-19": (_DP, _DP, PaperPlan("15:1", 13, 19, ("features.12",))),
     "gnmt-16": (_GNMT, _GNMT, _STRAIGHT),
-    "bert-48": (PaperPlan("8:8", 23, ("blocks.22",)), _STRAIGHT, _STRAIGHT),
+    "bert-48": (PaperPlan("8:8", 23, 48, ("blocks.22",)), _STRAIGHT, _STRAIGHT),
     "xlnet-36": (_XLNET, _XLNET, _STRAIGHT),
     "amoebanet-36": (
-        PaperPlan("8:8", 24, ("cells.26", "cells.27")),
+        PaperPlan("8:8", 24, 36, ("cells.26", "cells.27")),
         _AMOEBANET,
         _AMOEBANET,
     ),
 }
 """The table of plans: for each model those on configurations A, B and C."""
+ACRS = {
+    ("vgg-19", "config-c"): 0.40,
+    ("gnmt-16", "config-a"): 0.10,
+    ("gnmt-16", "config-b"): 0.10,
+    ("gnmt-16", "config-c"): 3.75,
+    ("bert-48", "config-a"): 0.06,
+    ("bert-48", "config-b"): 0.50,
+    ("bert-48", "config-c"): 1.25,
+    ("xlnet-36", "config-a"): 0.03,
+    ("xlnet-36", "config-b"): 0.03,
+    ("xlnet-36", "config-c"): 0.67,
+    ("amoebanet-36", "config-a"): 0.18,
+    ("amoebanet-36", "config-b"): 0.14,
+    ("amoebanet-36", "config-c"): 0.35,
+}
+"""Activation communication ratios in the table of plans."""
+PROFILE_ROWS = {
+    "vgg-19": 32,
+    "gnmt-16": 64,
+    "bert-48": 2,
+    "bert-large": 2,
+    "xlnet-36": 1,
+    "amoebanet-36": 1,
+}
+"""The profiles' batch sizes; BERT-Large's is not told and taken to be BERT-48's."""
 COUNTED = {
     "vgg-19": "16 convolutions and 3 linear layers (13:6)",
     "gnmt-16": "16 LSTM layers (9:7: the encoder and the decoder's first; with the attention behind "

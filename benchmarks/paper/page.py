@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from benchmarks.paper import (
+    acr,
     errata,
     examples,
     gpipe_measured,
@@ -35,6 +36,7 @@ class Part(Protocol):
 PARTS: tuple[Part, ...] = (
     plans,
     reference,
+    acr,
     policies,
     gpipe_simulated,
     gpipe_measured,

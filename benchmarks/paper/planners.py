@@ -6,14 +6,12 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from benchmarks.paper.facts import PLANNER_BATCHES, PLANNER_SPEEDUPS
+from benchmarks.paper.facts import PLANNER_BATCHES, PLANNER_SPEEDUPS, PROFILE_ROWS
 from benchmarks.paper.markdown import bullets, join, paragraph, table
 from benchmarks.paper.questions import Answers, Case, OneDevice, Ours, Question, profile_of
 from benchmarks.planner.referee import Judged, baseline, best_of, label
 from dapple.cluster import NETWORK_MODELS
 
-PROFILE_ROWS = {"xlnet-36": 1, "bert-large": 2, "amoebanet-36": 1, "vgg-19": 32}
-"""The paper's profile batch sizes (BERT-Large's is taken to be BERT-48's)."""
 _SIZES = {"config-a": "2x8", "config-a:4x8": "4x8"}
 
 

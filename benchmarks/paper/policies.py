@@ -6,12 +6,12 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from benchmarks.paper.acr import flow_rate, in_order, stage_and_message
 from benchmarks.paper.facts import BATCHES, PLANS, POLICY_GAINS
 from benchmarks.paper.markdown import bullets, join, paragraph, table
 from benchmarks.paper.questions import Answers, Case, Question
 from dapple.cluster import Cluster, Link
 from dapple.costs import CostModel
-from dapple.planner.placement import place
 from dapple.planner.warmup import tune_warmup
 from dapple.records import StagePlan
 from dapple.schedule import warmup_counts
@@ -57,47 +57,21 @@ class PolicyGain(Question[Gain]):
         case = Case(self.model, cluster, BATCHES[self.model], "shared")
         plan = next(p for p in PLANS[self.model] if ":" in p.shape)
         names = [layer.name for layer in case.profile.layers]
-        stages = _stages(case.devices, plan.replicas, names.index(plan.behind[0]) + 1, len(names))
+        bounds = (0, names.index(plan.behind[0]) + 1, len(names))
+        stages = in_order(case.devices, bounds, plan.replicas)
         model = CostModel(case.profile, case.devices, "paper")
-        seconds, size = _stage_and_message(model, stages, case.batch // self.count)
+        times, size = stage_and_message(model, stages, case.batch // self.count)
+        seconds = max(times)
         quoted, _ = POLICY_GAINS[self.model]
         rate = size / (quoted * seconds)
         slow = CostModel(case.profile, _with_rate(case.devices, rate), "paper")
         shared = CostModel(case.profile, case.devices, "shared")
-        (outside,) = {group.outside for group in case.devices.machines}
-        assert outside is not None
         return Gain(
-            size / (outside.flow_bandwidth or outside.bandwidth) / seconds,
+            size / flow_rate(case.devices) / seconds,
             _gain(shared, stages, case.batch, self.count),
             _gain(slow, stages, case.batch, self.count),
             _gain(slow, stages, case.batch, self.count, tuned=True),
         )
-
-
-def _stages(
-    cluster: Cluster, replicas: tuple[int, int], cut: int, layers: int
-) -> tuple[StagePlan, StagePlan]:
-    first = place("consecutive", cluster.machine_sizes(), (), replicas[0])
-    assert first is not None
-    second = tuple(sorted(set(range(cluster.num_devices)).difference(first)))
-    return (
-        StagePlan(start=0, stop=cut, devices=first),
-        StagePlan(start=cut, stop=layers, devices=second),
-    )
-
-
-def _stage_and_message(
-    model: CostModel, stages: Sequence[StagePlan], rows: int
-) -> tuple[float, float]:
-    """Of one micro-batch: seconds of the longer stage, and bytes both ways of one pair of replicas."""
-    seconds = []
-    for stage in stages:
-        seconds.append(sum(model.stage_seconds(stage.start, stage.stop, rows / stage.replicas)))
-    first, second = stages
-    crossing = model.crossing((first.start, first.stop), (second.start, second.stop))
-    assert crossing is not None
-    share = -(-rows // max(stage.replicas for stage in stages))
-    return max(seconds), crossing.forward_bytes(share) + crossing.backward_bytes(share)
 
 
 def _with_rate(cluster: Cluster, rate: float) -> Cluster:

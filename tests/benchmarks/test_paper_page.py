@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 from benchmarks.paper import hybrid, planners, plans, scaling
+from benchmarks.paper.acr import acr
+from benchmarks.paper.differences import waits
 from benchmarks.paper.errata import Errata
-from benchmarks.paper.facts import BATCHES, CLUSTERS, MODELS, PLANS, POLICY_GAINS
+from benchmarks.paper.facts import ACRS, BATCHES, CLUSTERS, MODELS, PLANS, POLICY_GAINS
 from benchmarks.paper.gpipe_simulated import Cell
 from benchmarks.paper.markdown import table
 from benchmarks.paper.page import PARTS
@@ -24,7 +26,7 @@ from benchmarks.paper.questions import (
     answer_all,
     profile_of,
 )
-from benchmarks.planner.referee import Judged
+from benchmarks.planner.referee import Judged, baseline, best_of
 
 from dapple.records import StagePlan
 
@@ -119,6 +121,26 @@ def test_pipedreams_plan_takes_every_device() -> None:
     judged, fits = planners.PipeDream(Case("vgg-19", "config-a", 256)).answer()
     assert fits
     assert sum(judged.replicas) == 16
+
+
+def test_a_step_waits_for_what_it_would_be_shorter_without() -> None:
+    """Data parallelism waits for its AllReduce and for no transfer, a straight pipeline inversely."""
+    case = Case("bert-48", "config-c", 64)
+    problem = case.problem(rows=4)
+    parallel, straight = (best_of(problem, baseline(problem, n)) for n in ("dp", "straight"))
+    assert parallel is not None
+    assert straight is not None
+    assert waits(case, parallel).allreduce > parallel.seconds / 2
+    assert waits(case, parallel).transfers == 0
+    assert waits(case, straight).allreduce == 0
+    assert waits(case, straight).transfers > 0
+
+
+def test_acr_follows_the_bandwidth_of_flows() -> None:
+    """The same plan on C has 2.5 times its ratio on B, as flows are that much slower."""
+    fast, slow = (acr(Case("bert-48", cluster, 64, "paper")) for cluster in CLUSTERS[1:])
+    assert slow == pytest.approx(2.5 * fast)
+    assert 0.5 < fast / ACRS["bert-48", "config-b"] < 1
 
 
 def test_early_backward_holds_the_same_whatever_m_is() -> None:
