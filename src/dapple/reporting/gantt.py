@@ -9,6 +9,7 @@ Only `picture.py` imports this: matplotlib is an extra, and takes a while to loa
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -54,8 +55,8 @@ _LOOKS = {
     "weight": _Look("gradients of weights", ("#4fb3b0", "#77c9c6"), "#0f3332"),
     "recompute": _Look("recompute", ("#f0b840", "#f5cb70"), "#4a3305"),
     "optimizer": _Look("update", ("#c2453e", "#c2453e")),
-    "activations": _Look("activations sent", ("#9dc0e8", "#9dc0e8")),
-    "gradients": _Look("gradients sent", ("#bfe0bd", "#bfe0bd")),
+    "activations": _Look("activations sent", ("#93b9e6", "#b7d2f0")),
+    "gradients": _Look("gradients sent", ("#a6d3a3", "#c9e6c7")),
     "allreduce": _Look("AllReduce", ("#8d5fb0", "#8d5fb0")),
 }
 # Of a row that is one high: half the height of a computation, and where the thin strips lie.
@@ -65,9 +66,10 @@ _ABOVE = (-_HALF - _GAP - _STRIP, _STRIP)
 _BELOW = (_HALF + _GAP, _STRIP)
 
 # Inches.
-_WIDTH, _LEFT, _INSIDE = 10.0, 1.05, 8.8
+_WIDTH, _LEFT, _INSIDE = 10.0, 1.25, 8.65
 _TOP, _TITLE, _ROW, _NAMES, _CURVE, _TIME, _BOTTOM = 0.3, 0.27, 0.36, 0.18, 0.72, 0.3, 0.12
 _POINTS = 72
+_SMALLEST = 4.5
 _MANY_RANKS = 16
 _LEAST_STRIP = 5e-4
 """A shorter message, as a share of the time axis, would not be seen."""
@@ -216,8 +218,7 @@ def _draw_rows(axes: Axes, rows: Sequence[Row], end: float, step: float) -> None
                         ranges, (number + low, tall), color=_LOOKS[kind].shades[shade], linewidth=0
                     )
             if _is_block(kind):
-                for span in spans:
-                    _draw_number(axes, number, span, row.letters[span.stage], step)
+                _draw_numbers(axes, number, row, spans, step)
     axes.set_xlim(0, step)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_yticks(range(len(rows)), [row.label for row in rows])
@@ -227,23 +228,28 @@ def _draw_rows(axes: Axes, rows: Sequence[Row], end: float, step: float) -> None
         side.set_visible(False)
 
 
-def _draw_number(axes: Axes, row: int, span: Span, letter: str, step: float) -> None:
-    """The micro-batch in the middle of its block, where there is room."""
-    if span.micro_batch is None:
+def _draw_numbers(axes: Axes, place: int, row: Row, spans: Sequence[Span], step: float) -> None:
+    """The micro-batch in the middle of each block of a kind, if there is room in most of them."""
+    texts = [
+        "" if span.micro_batch is None else f"{span.micro_batch}{row.letters[span.stage]}"
+        for span in spans
+    ]
+    seconds = statistics.median(span.end - span.start for span in spans)
+    room = seconds / step * _INSIDE * _POINTS
+    size = min(8.0, (room - 1.5) / (0.64 * max(1, *map(len, texts))))
+    if size < _SMALLEST:
         return
-    text = f"{span.micro_batch}{letter}"
-    room = (span.end - span.start) / step * _INSIDE * _POINTS
-    size = min(8.0, (room - 1.5) / (0.64 * len(text)))
-    if size >= 4.5:
-        axes.text(
-            (span.start + span.end) / 2,
-            row,
-            text,
-            fontsize=round(size, 1),
-            color=_LOOKS[span.kind].text,
-            ha="center",
-            va="center_baseline",
-        )
+    for span, text in zip(spans, texts, strict=True):
+        if text and span.end - span.start > seconds / 2:
+            axes.text(
+                (span.start + span.end) / 2,
+                place,
+                text,
+                fontsize=round(size, 1),
+                color=_LOOKS[span.kind].text,
+                ha="center",
+                va="center_baseline",
+            )
 
 
 def _draw_titles(axes: Axes, title: str, timeline: Timeline) -> None:

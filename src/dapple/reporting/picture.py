@@ -14,6 +14,11 @@ PICTURES = (".svg", ".png", ".pdf")
 MOST_SPANS = 50_000
 MOST_ROWS = 64
 _RESOLUTION = 150
+_CHANGING = {
+    "svg": ("Date", "Creator"),
+    "png": ("Software",),
+    "pdf": ("CreationDate", "Creator", "Producer"),
+}
 _EXTRA = "pip install 'dapple-parallel[pictures]'"
 
 
@@ -65,8 +70,8 @@ def save_picture(path: str | os.PathLike[str], timelines: Mapping[str, Timeline]
     with rc_context(STYLE):
         figure = draw_steps(timelines, MOST_ROWS)
         kind = Path(path).suffix.lower()[1:]
-        # Without a date the same picture is the same file.
-        metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
+        # Without a date and a version the same picture is the same file.
+        metadata = dict.fromkeys(_CHANGING[kind])
         try:
             figure.savefig(path, dpi=_RESOLUTION, metadata=metadata)
         except OSError as error:
