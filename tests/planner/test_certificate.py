@@ -5,17 +5,22 @@ from __future__ import annotations
 import random
 import statistics
 
+import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapple.cluster import Cluster
+from dapple.costs import split_rows
 from dapple.planner import make_plan
 from dapple.planner.certificate import lower_bound
 from dapple.planner.demand import Demand
 from dapple.planner.exact import all_bounds, device_sequences
+from dapple.planner.mixed import all_shares, ranges
 from dapple.planner.problem import Layout, Problem
 from dapple.planner.refusal import Refusal
 from dapple.planner.relaxed import meets, relax
+from dapple.planner.shares import row_ranges
 from dapple.records import ModelProfile
 from tests.planner.instances import brute_force, random_cluster, random_profile
 from tests.planner.strategies import clusters, profiles
@@ -26,7 +31,7 @@ from tests.planner.strategies import clusters, profiles
 def test_no_plan_is_below_the_bound(
     profile: ModelProfile, cluster: Cluster, batch: int, data: st.DataObject
 ) -> None:
-    """The relaxed costs allow the step of any plan, for its M and for every range around it."""
+    """The relaxed costs of its M, in both forms, allow the step of any plan."""
     problem = Problem(profile, cluster, batch)
     count = data.draw(st.integers(1, batch), label="M")
     stages = data.draw(st.integers(1, min(problem.num_layers, problem.num_devices)))
@@ -37,13 +42,11 @@ def test_no_plan_is_below_the_bound(
     if isinstance(fitting, Refusal):
         return
     seconds = problem.step_seconds(fitting, count)
-    assert meets(relax(problem, count, count), seconds)
-    low = data.draw(st.integers(1, count), label="low")
-    high = data.draw(st.integers(count, batch), label="high")
-    assert meets(relax(problem, low, high), seconds)
-    assert Demand.of(problem, count, count).meets(seconds)
-    assert Demand.of(problem, low, high).meets(seconds)
-    assert Demand.of(problem, low, high, rough=True).meets(seconds)
+    low, high = next(pair for pair in ranges(problem) if pair[0] <= count <= pair[1])
+    found = all_shares(problem, low, high)
+    assert meets(relax(problem, found), seconds)
+    assert Demand.of(problem, found).meets(seconds)
+    assert lower_bound(problem, 2 * seconds) <= seconds * (1 + 1e-9)
 
 
 @settings(max_examples=40, deadline=None)
@@ -55,16 +58,45 @@ def test_bound_of_all_micro_batch_counts(
     problem = Problem(profile, cluster, batch)
     layout = Layout((0, problem.num_layers), ((0,),), 1)
     seconds = problem.step_seconds(layout.stages(), 1)
-    whole = lower_bound(problem, seconds, 1)
+    whole = lower_bound(problem, seconds)
     for count in range(1, batch + 1):
-        if not meets(relax(problem, count, count), seconds):
-            continue
         size = -(-batch // count)
         if -(-batch // size) == count:
-            one = lower_bound(
-                Problem(profile, cluster, batch, micro_batch_size=size), seconds, count
-            )
+            one = lower_bound(Problem(profile, cluster, batch, micro_batch_size=size), seconds)
             assert whole <= one * 1.006 + 1e-12
+
+
+@pytest.mark.parametrize("batch", [1, 7, 48, 100, 97])
+def test_ranges_hold_every_number_of_micro_batches(batch: int) -> None:
+    """Each M once, with micro-batches of the same one or two sizes."""
+    found = row_ranges(batch)
+    assert [m for low, high in found for m in range(low, high + 1)] == list(range(1, batch + 1))
+    for low, high in found:
+        sizes = {(batch // m, -(-batch // m)) for m in range(low, high + 1)}
+        assert len(sizes) == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 60), st.integers(1, 9), st.data())
+def test_shares_are_those_of_the_first_replica(
+    batch: int, devices: int, data: st.DataObject
+) -> None:
+    """For every M of a range and every number of replicas: its rows, and no more than its work."""
+    profile = random_profile(random.Random(1), 2)
+    cluster = Cluster(name="flat", machines=random_cluster(random.Random(1), devices).machines)
+    problem = Problem(profile, cluster, batch)
+    low, high = data.draw(st.sampled_from(row_ranges(batch)))
+    found = all_shares(problem, low, high)
+    count, replicas = data.draw(st.integers(low, high)), data.draw(st.integers(1, devices))
+    at = int(np.searchsorted(found.widths, replicas, side="right")) - 1
+    assert found.widths[at] <= replicas <= found.most_widths[at]
+    table = problem.tables(count).stage(tuple(range(replicas)))
+    rows = [-(-n // replicas) for n in split_rows(batch, count)]
+    assert (found.first_rows[at], found.last_rows[at]) == (rows[0], rows[-1])
+    work = np.diff(table.work)
+    assert (found.work[at] <= work * (1 + 1e-9)).all()
+    if low == high:
+        assert found.work[at] == pytest.approx(work)
 
 
 def test_close_to_the_optimum_on_brute_forced_instances() -> None:
@@ -76,7 +108,7 @@ def test_close_to_the_optimum_on_brute_forced_instances() -> None:
         cluster = random_cluster(rng, rng.randint(2, 5))
         best = brute_force(profile, cluster, 12, 2)
         assert best is not None
-        bound = lower_bound(Problem(profile, cluster, 12, micro_batch_size=2), best[0], 6)
+        bound = lower_bound(Problem(profile, cluster, 12, micro_batch_size=2), best[0])
         assert bound <= best[0]
         ratios.append(bound / best[0])
     assert statistics.mean(ratios) >= 0.95

@@ -105,13 +105,16 @@ def check_against_simple_plans(
 
 
 def test_two_thousand_layers() -> None:
-    """A model taken apart into its operations is planned in seconds; the bound is left out."""
+    """A model taken apart into its operations is planned and certified in seconds."""
     seconds = [1e-5 * (1 + number * 7919 % 13) for number in range(2000)]
     profile = model(seconds, saved=MIB // 8)
     begun = time.process_time()
-    result = search(profile, cluster(8), 64, options=SearchOptions(certificate=False))
+    result = search(profile, cluster(8), 64)
     assert time.process_time() - begun < 12
     step = check(result.plan, profile)
+    assert result.plan.predicted is not None
+    assert result.plan.predicted.lower_bound_seconds is not None
+    assert result.plan.predicted.lower_bound_seconds > 0.9 * step
     for name in ("dp", "straight"):
         if name in result.candidates:
             assert step <= result.candidates[name].step_seconds * (1 + 1e-9), name

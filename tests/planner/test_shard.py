@@ -12,6 +12,7 @@ from dapple.planner import SearchOptions, search
 from dapple.planner.bounds import layout_bounds
 from dapple.planner.demand import Demand
 from dapple.planner.exact import all_bounds, device_sequences
+from dapple.planner.mixed import all_shares, ranges
 from dapple.planner.problem import Layout, Problem
 from dapple.planner.refusal import Refusal
 from dapple.planner.relaxed import meets, relax
@@ -87,10 +88,11 @@ def test_a_long_update_shared_by_two_by_hand() -> None:
     assert bound is not None
     assert 7.9 < bound <= step
     problem = Problem(profile, cluster, 2, shard=True)
-    assert meets(relax(problem, 1, 1), step)
-    assert not meets(relax(problem, 1, 1), 7.9)
-    assert Demand.of(problem, 1, 1).meets(step)
-    assert not Demand.of(problem, 1, 1).meets(7.9)
+    found = all_shares(problem, 1, 1)
+    assert meets(relax(problem, found), step)
+    assert not meets(relax(problem, found), 7.9)
+    assert Demand.of(problem, found).meets(step)
+    assert not Demand.of(problem, found).meets(7.9)
     (least,) = layout_bounds(problem.tables(1), all_bounds(1, 1), ((0, 1),), shard=True)
     assert 7.9 < least <= step
 
@@ -112,10 +114,9 @@ def test_bounds_hold_for_shared_state(
     if data.draw(st.booleans(), label="all"):
         fitting = tuple(stage.model_copy(update={"shard": "optimizer"}) for stage in fitting)
     seconds = problem.step_seconds(fitting, count)
-    assert meets(relax(problem, count, count), seconds)
-    assert meets(relax(problem, 1, batch), seconds)
-    assert Demand.of(problem, count, count).meets(seconds)
-    assert Demand.of(problem, 1, batch, rough=True).meets(seconds)
+    found = all_shares(problem, *next(r for r in ranges(problem) if r[0] <= count <= r[1]))
+    assert meets(relax(problem, found), seconds)
+    assert Demand.of(problem, found).meets(seconds)
     shape = all_bounds(problem.num_layers, stages)
     (least,) = layout_bounds(
         problem.tables(count), shape[(shape == bounds).all(axis=1)], devices, shard=True

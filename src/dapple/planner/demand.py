@@ -1,196 +1,308 @@
-"""Whether a step of T seconds can be met at all, on large clusters: the fewest devices for it.
+"""Whether a step of T seconds can be met at all, on large clusters: the quickest way by devices.
 
-State (layer j, prefix p): the fewest devices on which the layers before j can run so that a
-micro-batch's way through them, A_0 + sum (F + B), takes p seconds. Prefixes are rounded down to
-multiples of T / levels, so nothing is lost but tightness, and the number of devices costs no time.
-A state is passed on only where no shorter prefix does with as few devices; few are left then.
+State (layer j, devices d): the least time that a micro-batch takes through the layers before j, if
+they run on d devices. States from which the devices that are left cannot suffice, see `fluid`, are
+dropped; near the answer few remain.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
-from dapple.planner.mixed import all_shares, units_of
+from dapple.planner.fluid import Fluid
+from dapple.planner.mixed import units_of
 from dapple.planner.problem import Problem
-from dapple.planner.relaxed import least_rings
+from dapple.planner.relaxed import best_route, least_rings
+from dapple.planner.shares import Shares, prefix
 from dapple.planner.tables import CostTables, Ints
-from dapple.planner.traffic import Floats
+from dapple.planner.traffic import Floats, certain_bytes
 
-_SHARES = 64
-_EFFORT = 500_000
-_LEVELS = (256, 512)
-_FEW_LEVELS = 64
 _SLACK = 1e-9
+_CHUNK = 100_000
+"""Stages that are looked at together."""
+_DELAYS = 64
+"""Steps in which the delay of a micro-batch counts for the devices that are still needed."""
 
 
 @dataclass(frozen=True)
 class Demand:
-    """Costs that no plan undercuts. R shares of first replicas.
+    """Costs that no plan undercuts. R shares of first replicas, N layers.
 
     Attributes:
+        found: the shares.
         tables: for parameters and their AllReduce.
-        widths: shape (R,), units of a stage: devices where all are equally fast.
+        fluid: what is needed for the layers behind a cut.
         both, forward, work: shape (R, N + 1), prefix sums of F + B, F, and the whole step.
-        last_backward: shape (R, N + 1), prefix sums of the most that the last B takes.
-        held: shape (R, N + 1), prefix sums of bytes that a stage must hold.
+        trip: shape (R, N + 1), prefix sums of F + B of the smallest micro-batch.
+        back: shape (N + 1,), the quickest way from a cut to the end and back.
+        last_backward: shape (R, N + 1), prefix sums of what the last B takes.
+        enter_both, enter_forward: shape (N + 1,), the quickest message over a cut, F + B and F.
+        fixed, saved: shape (R, N + 1), prefix sums of bytes that a stage holds, and for each
+            micro-batch in flight.
         memory: bytes of the largest device.
+        in_flight: micro-batches that a stage must hold.
+        capped: whether memory limits how many it holds.
         ring_fixed, ring_rate: shape (R,), AllReduce seconds, and seconds per byte.
         speed: of the fastest device.
-        updates: shape (R, 1), the most replicas that share out an update.
-        forward_share: F is at least this part of F + B in every layer.
-        devices: units of the cluster.
-        rough: fewer levels, for an answer that takes less time and is more often yes.
+        updates: shape (R, 1, 1), the most replicas that share out an update.
+        devices: units of the cluster, which are devices where all are equally fast.
     """
 
+    found: Shares
     tables: CostTables
-    widths: Floats
+    fluid: Fluid
     both: Floats
     forward: Floats
     work: Floats
+    trip: Floats
+    back: Floats
     last_backward: Floats
-    held: Floats
-    memory: int
+    enter_both: Floats
+    enter_forward: Floats
+    fixed: Floats
+    saved: Floats
+    memory: float
+    in_flight: int
+    capped: bool
     ring_fixed: Floats
     ring_rate: Floats
     speed: float
     updates: Floats
-    forward_share: float
     devices: int
-    rough: bool
 
     @classmethod
-    def of(cls, problem: Problem, low: int, high: int, rough: bool = False) -> Demand:
-        """The costs for all M from `low` to `high`."""
-        found, tables = all_shares(problem, low, high, _SHARES), problem.tables(high)
+    def of(cls, problem: Problem, found: Shares) -> Demand:
+        """The costs for all M of a range of `row_ranges`."""
+        tables = problem.tables(found.high)
         kinds = problem.cluster.kind_of_device()
         speed = max(kind.speed for kind in kinds)
-        both = np.array([share.forward + share.backward for share in found]) / speed
-        forward = np.array([share.forward for share in found]) / speed
-        rings = [least_rings(problem, share.width) for share in found]
-        most = [share.most_width for share in found]
-        factors = [2 + problem.state_factor(width, problem.shard) for width in most]
-        parts = np.diff(forward), np.diff(both)
-        ratios = np.divide(*parts, out=np.ones_like(parts[0]), where=parts[1] > 0)
+        rings = [least_rings(problem, int(width)) for width in found.widths]
+        most = found.most_widths
+        factors = [2 + problem.state_factor(int(width), problem.shard) for width in most]
+        enter_both, enter_forward = _entering(problem, found)
+        quickest = found.trip.min(axis=0) / speed
         return cls(
+            found=found,
             tables=tables,
-            widths=np.array([share.units for share in found], dtype=np.float64),
-            both=both,
-            forward=forward,
-            work=np.array([share.work for share in found]) / speed,
-            last_backward=np.array([share.last_backward for share in found]) / speed,
-            held=np.array(
-                [
-                    factor * tables.parameter_prefix + tables.saved_prefix(share.held_rows)
-                    for factor, share in zip(factors, found, strict=True)
-                ]
-            ),
-            memory=max(k.memory for k in kinds) if problem.memory_is_known else 2**62,
+            fluid=Fluid.of(found, speed, bool(tables.linked[1:-1].all())),
+            both=prefix((found.forward + found.backward) / speed),
+            forward=prefix(found.forward / speed),
+            work=prefix(found.work / speed),
+            trip=prefix(found.trip / speed),
+            back=_to_the_end(quickest, tables.linked),
+            last_backward=prefix(found.last_backward / speed),
+            enter_both=enter_both,
+            enter_forward=enter_forward,
+            fixed=np.outer(factors, tables.parameter_prefix),
+            saved=np.array([tables.saved_prefix(int(rows)) for rows in found.held_rows]),
+            memory=_room(problem),
+            in_flight=found.low if problem.schedule == "gpipe" else 1,
+            capped=problem.memory_is_known and not problem.recompute,
             ring_fixed=np.array([min(fixed for fixed, _ in options) for options in rings]),
             ring_rate=np.array([min(rate for _, rate in options) for options in rings]),
             speed=speed,
-            updates=np.array([most if problem.shard else np.ones(len(most))], dtype=np.float64).T,
-            forward_share=float(ratios.min()),
+            updates=np.where(problem.shard, most, 1.0)[:, None, None],
             devices=units_of(problem).total,
-            rough=rough,
         )
 
     def meets(self, target: float) -> bool:
         """Whether the devices suffice for a step of `target` seconds."""
-        layers = self.both.shape[1] - 1
-        levels = int(np.clip(_EFFORT / (layers * len(self.widths)), *_LEVELS))
-        levels = _FEW_LEVELS if self.rough else levels
         limit = target * (1 + _SLACK)
-        unit = limit / levels if limit > 0 else 1.0
-        fewest = np.full((layers + 1, levels), np.inf)
-        for start in range(layers):
-            origins = np.zeros(1, dtype=np.int64)
-            before = np.zeros(1)
-            if start:
-                origins = self._useful(fewest[start], bool(self.tables.linked[start]))
-                before = fewest[start][origins]
-                if not self.tables.linked[start]:
-                    origins = np.zeros_like(origins)  # The stages do not wait for each other.
-            if len(origins):
-                self._add_stage(start, (origins, before), limit, unit, fewest)
-        return bool(fewest[layers].min() <= self.devices)
+        layers = self.both.shape[1] - 1
+        needed = self.fluid.needed(limit, np.linspace(0.0, limit, _DELAYS, endpoint=False))
+        if needed[0, 0] > self.devices:
+            return False
+        ways, ways_forward = np.full((2, layers + 1, self.devices + 1), np.inf)
+        ways[0, 0] = ways_forward[0, 0] = 0.0
+        starts = _chunks(self._least_work, limit, len(self.found.units))
+        for first, stop in starts:
+            if not np.isfinite(ways[first:stop]).any():
+                continue
+            stages = self._stages(first, stop, limit, needed[0])
+            for start in range(first, stop):
+                before = self._useful(start, ways[start], ways_forward[start], needed, limit)
+                if len(before[0]):
+                    self._add(stages, start, before, needed[0], (ways, ways_forward))
+        return bool(np.isfinite(ways[layers]).any())
 
-    def _useful(self, fewest: Floats, linked: bool) -> Ints:
-        """Levels with fewer devices than all below; only the last of them if none is waited for."""
-        least = np.minimum.accumulate(np.where(fewest <= self.devices, fewest, np.inf))
-        levels = np.flatnonzero(least < np.concatenate([[np.inf], least[:-1]]))
-        return levels if linked else levels[-1:]
+    def _useful(
+        self, start: int, both: Floats, forward: Floats, needed: Floats, limit: float
+    ) -> tuple[Ints, Floats, Floats]:
+        """Devices before a stage, and the least A_0 + F + B and F on the way to it.
 
-    def _add_stage(
-        self, start: int, before: tuple[Ints, Floats], limit: float, unit: float, fewest: Floats
+        More devices than in another state are of use only where something is less.
+        """
+        least, least_f = np.minimum.accumulate(both), np.minimum.accumulate(forward)
+        fewer = least < np.concatenate([[np.inf], least[:-1]])
+        fewer |= least_f < np.concatenate([[np.inf], least_f[:-1]])
+        found = np.flatnonzero(fewer)
+        if start and not self.tables.linked[start]:
+            found = found[:1]  # The stages do not wait for each other.
+            return found, np.zeros(len(found)), np.zeros(len(found))
+        late = (least[found] - self.fluid.quickest[start]) * self.fluid.linked
+        step = np.clip(late / limit * len(needed), 0, len(needed) - 1) if limit > 0 else late * 0
+        found = found[found + needed[step.astype(np.int64), start] <= self.devices]
+        enter = (self.enter_both[start], self.enter_forward[start]) if start else (0.0, 0.0)
+        return found, least[found] + enter[0], least_f[found] + enter[1]
+
+    def _add(
+        self,
+        stages: _Stages,
+        start: int,
+        before: tuple[Ints, Floats, Floats],
+        needed: Floats,
+        ways: tuple[Floats, Floats],
     ) -> None:
-        """Lower the fewest devices behind every stage that begins at `start`.
+        """Every stage that begins at `start`, behind every useful state.
 
         Args:
+            stages: those that begin near `start`.
             start: first layer.
-            before: levels of prefixes that end there, and their devices.
-            limit, unit: seconds of the step, and of a level.
-            fewest: the states.
+            before: as `_useful` returns it.
+            needed: shape (N + 1,), devices for the layers behind each cut.
+            ways: shape (N + 1, G + 1) each, the least A_0 + F + B and F, to be lowered.
         """
-        reach = np.searchsorted(self._least_work, self._least_work[start] + limit, side="right")
-        layers = slice(start + 1, int(reach) + 1)
-        own = self.work[:, layers] - self.work[:, start, None]
-        held = self.held[:, layers] - self.held[:, start, None]
-        fits = (own <= limit) & (held <= self._room)
-        after = self._after(start, own.shape[1])
-        both = self.both[:, layers] - self.both[:, start, None]
-        if start == 0:
-            fits &= own + after <= limit
-            both = both + after  # A_0 counts with every prefix.
-            room = np.zeros_like(own)
-        else:
-            synced = limit - own - after
-            fits &= synced >= 0
-            share = self.forward_share
-            room = np.minimum(limit - own, synced / share) if share > 0 else limit - own
-        stops, chosen = np.nonzero(fits.T)
-        if not len(stops):
-            return
-        shift = np.floor(both[chosen, stops] / unit * (1 - 1e-12)).astype(np.int64)
-        origins, devices = before
-        levels = origins + shift[:, None]
-        allowed = levels < fewest.shape[1]
-        allowed &= origins * unit <= room[chosen, stops][:, None]
-        pair, origin = np.nonzero(allowed)
-        sums = self.widths[chosen[pair]] + devices[origin]
-        states = (stops[pair] + start + 1) * fewest.shape[1] + levels[pair, origin]
-        np.minimum.at(fewest.reshape(-1), states, sums)
+        devices, way, way_forward = before
+        own = slice(*np.searchsorted(stages.start, [start, start + 1]))
+        stop = stages.stop[own]
+        used = devices + stages.units[own, None]
+        allowed = used + needed[stop][:, None] <= self.devices
+        allowed &= way <= stages.slack[own, None]
+        allowed &= way_forward <= stages.synced[own, None]
+        pair, state = np.nonzero(allowed)
+        index = stop[pair] * (self.devices + 1) + used[pair, state]
+        np.minimum.at(ways[0].reshape(-1), index, way[state] + stages.both[own][pair])
+        np.minimum.at(ways[1].reshape(-1), index, way_forward[state] + stages.forward[own][pair])
 
-    @cached_property
-    def _room(self) -> float:
-        """Bytes for what a stage holds; a tied parameter may be counted twice in it."""
-        twice = sum(g.parameter_bytes * (len(g.members) - 1) for g in self.tables.profile.tied)
-        return float(self.memory) + 4.0 * twice
+    def _stages(self, first: int, last: int, limit: float, needed: Floats) -> _Stages:
+        """All stages that begin at layers `first` up to `last`, and can be part of a plan."""
+        starts = np.arange(first, last)
+        reach = np.searchsorted(self._least_work, self._least_work[starts] + limit, side="right")
+        longest = int((reach - starts).max()) - 1
+        stops = starts[:, None] + np.arange(1, max(longest, 1) + 1)
+        inside = stops < len(self._least_work)
+        stops = np.minimum(stops, len(self._least_work) - 1)
+        own, both, forward, trip, fixed, saved = (
+            sums[:, stops] - sums[:, starts, None]
+            for sums in (self.work, self.both, self.forward, self.trip, self.fixed, self.saved)
+        )
+        room = np.floor((self.memory - fixed) / np.maximum(saved, 1e-9) * (1 + _SLACK))
+        busy = own
+        if self.capped:
+            rounds = np.ceil(self.found.low / np.clip(room, 1, self.found.low))
+            busy = np.maximum(own, rounds * (trip + self.back[stops]))
+        after = self._after(starts, stops)
+        slack, synced = limit - busy, limit - busy - after
+        if first == 0:  # A_0 counts with every way.
+            both[:, 0] += after[:, 0]
+            slack[:, 0] = synced[:, 0]
+        fits = inside & (room >= self.in_flight) & (synced >= 0)
+        fits &= slack >= self.fluid.quickest[starts, None]
+        fits &= self.found.units[:, None, None] + needed[stops] <= self.devices
+        start, stop, share = np.nonzero(fits.transpose(1, 2, 0))
+        found = share, start, stop
+        return _Stages(
+            start=starts[start],
+            stop=stops[start, stop],
+            units=self.found.units[share],
+            both=both[found],
+            forward=forward[found],
+            slack=slack[found],
+            synced=synced[found],
+        )
 
     @cached_property
     def _least_work(self) -> Floats:
         """Prefix sums of every layer's least work, rounded down, to tell how far a stage gets."""
-        least = np.diff(self.work).min(axis=0) * (1 - _SLACK)
-        return np.concatenate([[0.0], np.cumsum(least)])
+        return prefix(np.diff(self.work).min(axis=0) * (1 - _SLACK))
 
-    def _after(self, start: int, longest: int) -> Floats:
-        """AllReduce behind the last backward, and optimizer, of stages of 1 to `longest` layers.
+    def _after(self, starts: Ints, stops: Ints) -> Floats:
+        """AllReduce behind the last backward, and optimizer, of stages.
+
+        Args:
+            starts: shape (C,), first layers.
+            stops: shape (C, L), last layers + 1, of ever longer stages.
 
         Returns:
-            Shape (R, longest). See `exposed_seconds`, of which this is one row for all shares.
+            Shape (R, C, L). See `exposed_seconds`, of which this is a part for all shares.
         """
-        stops = np.arange(start + 1, start + 1 + longest)
-        own = np.maximum(self.tables.own_parameter_bytes(np.full_like(stops, start), stops), 0.0)
-        fixed, rate = self.ring_fixed[:, None], self.ring_rate[:, None]
-        last = self.last_backward[:, start : stops[-1] + 1] - self.last_backward[:, start, None]
-        whole = np.where(own > 0, fixed + rate * own - last[:, 1:], 0.0)
-        untied = self.tables.untied_prefix[stops] - self.tables.untied_prefix[start]
-        late = np.where(untied > 0, rate * untied - last[:, :-1], -np.inf)
-        exposed = np.maximum(whole, fixed + np.maximum.accumulate(late, axis=1))
-        update = self.tables.optimizer_prefix[stops] - self.tables.optimizer_prefix[start]
-        after: Floats = (
-            np.maximum(exposed, 0.0) + np.maximum(update, 0.0) / self.speed / self.updates
-        )
+        begin, tables = starts[:, None], self.tables
+        own = np.maximum(tables.own_parameter_bytes(begin, stops), 0.0)
+        fixed, rate = self.ring_fixed[:, None, None], self.ring_rate[:, None, None]
+        last = self.last_backward[:, stops] - self.last_backward[:, begin]
+        before = self.last_backward[:, stops - 1] - self.last_backward[:, begin]
+        whole = np.where(own > 0, fixed + rate * own - last, 0.0)
+        untied = tables.untied_prefix[stops] - tables.untied_prefix[begin]
+        late = np.where(untied > 0, rate * untied - before, -np.inf)
+        exposed = np.maximum(whole, fixed + np.maximum.accumulate(late, axis=2))
+        update = np.maximum(tables.optimizer_prefix[stops] - tables.optimizer_prefix[begin], 0.0)
+        after: Floats = np.maximum(exposed, 0.0) + update / self.speed / self.updates
         return after
+
+
+@dataclass(frozen=True)
+class _Stages:
+    """Stages in the order of their first layers; shape (P,) each.
+
+    Attributes:
+        start, stop: layers.
+        units: what they take of the cluster's.
+        both, forward: seconds of a micro-batch's F + B, with A_0 where it is the first, and of F.
+        slack: the most seconds that a micro-batch's A_0 + F + B before the stage may take.
+        synced: the most that its F may.
+    """
+
+    start: Ints
+    stop: Ints
+    units: Ints
+    both: Floats
+    forward: Floats
+    slack: Floats
+    synced: Floats
+
+
+def _chunks(least_work: Floats, limit: float, shares: int) -> list[tuple[int, int]]:
+    """Ranges of first layers with about `_CHUNK` stages in all."""
+    layers = len(least_work) - 1
+    reach = np.searchsorted(least_work, least_work[:-1] + limit, side="right")
+    stages = np.cumsum((reach - np.arange(layers)) * shares) // _CHUNK
+    ends = [*np.flatnonzero(np.diff(stages)) + 1, layers]
+    return list(itertools.pairwise([0, *map(int, ends)]))
+
+
+def _to_the_end(quickest: Floats, linked: NDArray[np.bool_]) -> Floats:
+    """The quickest way from each cut through all layers behind that wait for each other."""
+    way = np.zeros(len(quickest) + 1)
+    for layer in reversed(range(len(quickest))):
+        way[layer] = quickest[layer] + way[layer + 1]
+        if layer and not linked[layer]:
+            way[layer] = 0.0
+    return way
+
+
+def _room(problem: Problem) -> float:
+    """Bytes for what a stage holds; a tied parameter may be counted twice in it."""
+    if not problem.memory_is_known:
+        return float(2**62)
+    twice = sum(g.parameter_bytes * (len(g.members) - 1) for g in problem.profile.tied)
+    most = max(kind.memory for kind in problem.cluster.kind_of_device())
+    return float(most) + (2 + problem.optimizer_state_factor) * twice
+
+
+def _entering(problem: Problem, found: Shares) -> tuple[Floats, Floats]:
+    """Seconds of the least messages over each cut: forward and backward, and forward."""
+    latency, rate = best_route(problem)
+    certain = certain_bytes(problem.profile)
+    seconds = []
+    for size, rows in (
+        (certain.forward, found.first_rows),
+        (certain.backward, found.last_rows),
+    ):
+        sent = rows.min() * size.per_row + size.fixed
+        seconds.append(np.where(sent > 0, latency + sent / rate, 0.0))
+    return seconds[0] + seconds[1], seconds[0]

@@ -9,20 +9,25 @@ rows of an even split or of one in proportion to speed, the two that a search lo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from dapple.planner.problem import Problem
-from dapple.planner.shares import Share, merged, prefix_sums, shares
+from dapple.planner.shares import Shares, row_ranges, shares
 from dapple.planner.tables import Ints, all_at
 from dapple.planner.traffic import Floats
+from dapple.records import MOST_MICRO_BATCHES
 
 _FINEST = 8
 """Most units of the fastest device."""
 _LEVELS = 160
 """About so many sizes of stages are told apart."""
+_SHARES = 64
+"""Most shares that are told apart."""
+_WIDE = 1.06
+"""The greatest M of a range over the least."""
 _POINTS = 24
 """About so many numbers of rows are looked at for one of them."""
 
@@ -65,16 +70,15 @@ def units_of(problem: Problem) -> Units:
     return speed_units(tuple(kind.speed for kind in problem.cluster.kind_of_device()))
 
 
-def all_shares(problem: Problem, low: int, high: int, most: int) -> list[Share]:
-    """The shares that any plan with low <= M <= high gives to its stages' replicas.
+def all_shares(problem: Problem, low: int, high: int) -> Shares:
+    """The shares that any plan with low <= M <= high, one of `ranges`, gives to its replicas.
 
     Args:
         problem: what is planned.
         low, high: range of M.
-        most: about so many are told apart.
     """
     if not problem.speeds_differ:
-        return shares(problem, low, high, most)
+        return shares(problem, low, high)
     speeds, units = [kind.speed for kind in problem.cluster.kind_of_device()], units_of(problem)
     times, kinds = _Times(problem), sorted(set(zip(speeds, units.of_device, strict=True)))
     found = [
@@ -82,7 +86,23 @@ def all_shares(problem: Problem, low: int, high: int, most: int) -> list[Share]:
         for least, top in _levels(units.total)
         if top >= min(units.of_device)
     ]
-    return merged(found, most)
+    return _packed(_merged(found), low, high)
+
+
+def ranges(problem: Problem) -> list[tuple[int, int]]:
+    """Ranges of M that are looked at together; all that `Problem` allows are in one of them."""
+    batch, size = problem.global_batch_size, problem.micro_batch_size
+    if size is not None:
+        (count,) = problem.micro_batch_counts
+        return [(count, count)]
+    if not problem.speeds_differ:
+        return row_ranges(batch)
+    wide, low = [], 1
+    while low <= min(batch, MOST_MICRO_BATCHES):
+        high = min(batch, int(low * _WIDE))
+        wide.append((low, high))
+        low = high + 1
+    return wide
 
 
 def _levels(total: int) -> Iterator[tuple[int, int]]:
@@ -93,6 +113,62 @@ def _levels(total: int) -> Iterator[tuple[int, int]]:
     for end in ends:
         yield before + 1, end
         before = end
+
+
+@dataclass(frozen=True)
+class _Share:
+    """As one of `Shares`; seconds of shape (N,), on the fastest device."""
+
+    width: int
+    most_width: int
+    units: int
+    held_rows: int
+    forward: Floats
+    backward: Floats
+    work: Floats
+    last_backward: Floats
+
+
+def _merged(found: Sequence[_Share]) -> list[_Share]:
+    """At most about `_SHARES`: neighbours as one that does no more than any."""
+    size = -(-len(found) // _SHARES)
+    return [_least(found[n : n + size]) for n in range(0, len(found), size)]
+
+
+def _least(group: Sequence[_Share]) -> _Share:
+    return _Share(
+        width=min(share.width for share in group),
+        most_width=max(share.most_width for share in group),
+        units=min(share.units for share in group),
+        held_rows=min(share.held_rows for share in group),
+        forward=np.minimum.reduce([share.forward for share in group]),
+        backward=np.minimum.reduce([share.backward for share in group]),
+        work=np.minimum.reduce([share.work for share in group]),
+        last_backward=np.maximum.reduce([share.last_backward for share in group]),
+    )
+
+
+def _packed(found: Sequence[_Share], low: int, high: int) -> Shares:
+    """As arrays. Replicas that exchange rows at all exchange one of them."""
+    forward, backward = (
+        np.array(parts) for parts in zip(*((s.forward, s.backward) for s in found), strict=True)
+    )
+    one = np.ones(len(found), dtype=np.int64)
+    return Shares(
+        low=low,
+        high=high,
+        widths=np.array([share.width for share in found]),
+        most_widths=np.array([share.most_width for share in found]),
+        units=np.array([share.units for share in found]),
+        held_rows=np.array([share.held_rows for share in found]),
+        first_rows=one,
+        last_rows=one,
+        forward=forward,
+        backward=backward,
+        last_backward=np.array([share.last_backward for share in found]),
+        trip=forward + backward,
+        work=np.array([share.work for share in found]),
+    )
 
 
 class _Times:
@@ -107,11 +183,15 @@ class _Times:
         )
         # A smaller batch that took longer than a larger one: the shorter time holds for both.
         self._least = [np.minimum.accumulate(v[:, ::-1], axis=1)[:, ::-1] for v in measured]
+        self._ways: dict[int, tuple[Floats, Floats]] = {}
 
     def ways(self, rows: int) -> tuple[Floats, Floats]:
         """Forward and backward, shape (N,) each."""
-        forward, backward = (all_at(self._sizes, values, rows) for values in self._least)
-        return forward, backward
+        found = self._ways.get(rows)
+        if found is None:
+            forward, backward = (all_at(self._sizes, values, rows) for values in self._least)
+            found = self._ways[rows] = forward, backward
+        return found
 
     def both(self, rows: int) -> Floats:
         """Their sum."""
@@ -133,7 +213,7 @@ def _share(
     kinds: list[tuple[float, int]],
     level: tuple[float, int, int],
     counts: tuple[int, int],
-) -> Share:
+) -> _Share:
     """The share of a stage that takes `least` to `most` units.
 
     Args:
@@ -163,17 +243,15 @@ def _share(
         backward = np.minimum(backward, ways[1] / speed)
     quickest = max(speed for speed, _ in kinds)
     width, most_width = -(-least // fastest), min(problem.num_devices, max(1, most // slowest))
-    return Share(
+    return _Share(
         width=width,
         most_width=most_width,
         units=least,
         held_rows=-(-first_rows // most_width),
-        first_rows=1,
-        last_rows=1,
-        forward=prefix_sums(forward * quickest),
-        backward=prefix_sums(backward * quickest),
-        work=prefix_sums(work * quickest),
-        last_backward=prefix_sums(last_backward * quickest),
+        forward=forward * quickest,
+        backward=backward * quickest,
+        work=work * quickest,
+        last_backward=last_backward * quickest,
     )
 
 

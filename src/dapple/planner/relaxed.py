@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dapple.cluster import Link
-from dapple.costs import split_rows
 from dapple.planner.exposed import exposed_seconds
-from dapple.planner.mixed import all_shares, units_of
+from dapple.planner.mixed import units_of
 from dapple.planner.problem import Problem
-from dapple.planner.shares import Share
+from dapple.planner.shares import Shares, prefix
 from dapple.planner.tables import CostTables, Ints
 from dapple.planner.traffic import Floats, MessageBytes, certain_bytes
 
-_OPTIONS = 24
-"""Most shares that are told apart."""
 _SLACK = 1e-9
 
 
@@ -55,22 +51,20 @@ class Relaxed:
     devices: int
 
 
-def relax(problem: Problem, low: int, high: int) -> Relaxed:
-    """Relaxed costs for all M from `low` to `high`."""
-    found = all_shares(problem, low, high, _OPTIONS)
+def relax(problem: Problem, found: Shares) -> Relaxed:
+    """Relaxed costs for all M of a range of `row_ranges`."""
     speed = max(kind.speed for kind in problem.cluster.kind_of_device())
     memory = max(kind.memory for kind in problem.cluster.kind_of_device())
-    tables = problem.tables(high)
+    tables = problem.tables(found.high)
     empty = np.tri(problem.num_layers + 1, dtype=np.bool_)
-    work = np.array([_differences(share.work) for share in found]) / speed
-    for own, share in zip(work, found, strict=True):
-        own[empty | (_least_bytes(problem, tables, share) > memory)] = np.inf
+    work = _differences(prefix(found.work / speed))
+    work[empty | (_least_bytes(problem, tables, found) > memory)] = np.inf
     after = _after(problem, tables, found, speed)
-    link_both, link_forward, link_work = _links(problem, found, (low, high))
+    link_both, link_forward, link_work = _links(problem, found)
     return Relaxed(
-        widths=np.array([share.units for share in found]),
-        both=np.array([_differences(share.forward + share.backward) for share in found]) / speed,
-        forward=np.array([_differences(share.forward) for share in found]) / speed,
+        widths=found.units,
+        both=_differences(prefix((found.forward + found.backward) / speed)),
+        forward=_differences(prefix(found.forward / speed)),
         work=work,
         work_after=work + after,
         after=after,
@@ -131,31 +125,31 @@ def _entered(
     return entered.min(axis=1), np.where(np.isfinite(entered), entered_f, np.inf).min(axis=1)
 
 
-def _least_bytes(problem: Problem, tables: CostTables, share: Share) -> Floats:
-    """Parameters, gradients, optimizer state and one saved micro-batch; shape (N + 1, N + 1)."""
+def _least_bytes(problem: Problem, tables: CostTables, found: Shares) -> Floats:
+    """Parameters, gradients, optimizer state and one saved micro-batch; shape (R, N + 1, N + 1)."""
     if not problem.memory_is_known:
-        return np.zeros((problem.num_layers + 1, problem.num_layers + 1))
-    factor = 2 + problem.state_factor(share.most_width, problem.shard)
+        return np.zeros((len(found.widths), problem.num_layers + 1, problem.num_layers + 1))
     tied = sum(group.parameter_bytes * (len(group.members) - 1) for group in problem.profile.tied)
     parameters = np.maximum(_differences(tables.parameter_prefix) - tied, 0.0)
-    return factor * parameters + _differences(tables.saved_prefix(share.held_rows))
+    factors = [2 + problem.state_factor(int(most), problem.shard) for most in found.most_widths]
+    saved = np.array([tables.saved_prefix(int(rows)) for rows in found.held_rows])
+    return np.array(factors)[:, None, None] * parameters + _differences(saved)
 
 
-def _after(problem: Problem, tables: CostTables, found: Sequence[Share], speed: float) -> Floats:
+def _after(problem: Problem, tables: CostTables, found: Shares, speed: float) -> Floats:
     """AllReduce behind the last backward, and optimizer, shape (R, N + 1, N + 1)."""
     layers = np.arange(problem.num_layers + 1)
     own = np.maximum(tables.own_parameter_bytes(layers[:, None], layers[None, :]), 0.0)
     update = np.maximum(_differences(tables.optimizer_prefix), 0.0) / speed
     costs = []
-    for share in found:
-        last = share.last_backward / speed
+    for number, last in enumerate(prefix(found.last_backward / speed)):
         options = []
-        for fixed, rate in least_rings(problem, share.width):
+        for fixed, rate in least_rings(problem, int(found.widths[number])):
             whole = np.where(own > 0, fixed + rate * own - _differences(last), 0.0)
             options.append(
                 np.maximum(whole, exposed_seconds(tables.untied_prefix, last, fixed, rate))
             )
-        parts = share.most_width if problem.shard else 1
+        parts = found.most_widths[number] if problem.shard else 1
         costs.append(np.maximum(np.minimum.reduce(options), 0.0) + update / parts)
     return np.array(costs)
 
@@ -192,11 +186,9 @@ def _ring_rate(link: Link, paper: bool) -> float:
     return rate if paper else min(rate, link.bandwidth)
 
 
-def _links(
-    problem: Problem, found: Sequence[Share], counts: tuple[int, int]
-) -> tuple[Floats, Floats, Floats]:
+def _links(problem: Problem, found: Shares) -> tuple[Floats, Floats, Floats]:
     """Least seconds of the message between the first replicas of two stages: F + B, F, work."""
-    latency, rate = _best_route(problem)
+    latency, rate = best_route(problem)
     certain = certain_bytes(problem.profile)
 
     def seconds(rows: Floats, size: MessageBytes, messages: int = 1) -> Floats:
@@ -204,28 +196,24 @@ def _links(
         result: Floats = np.where(sent > 0, messages * latency + sent / rate, 0.0)
         return result
 
-    def fewest(rows: list[int]) -> Floats:
-        least: Floats = np.minimum.outer(rows, rows).astype(np.float64)
-        return least
-
-    widest = np.maximum.outer(*[[share.most_width for share in found]] * 2)
-    forward = seconds(fewest([share.first_rows for share in found]), certain.forward)
-    backward = seconds(fewest([share.last_rows for share in found]), certain.backward)
+    widest = np.maximum.outer(found.most_widths, found.most_widths)
+    forward = seconds(np.minimum.outer(found.first_rows, found.first_rows), certain.forward)
+    backward = seconds(np.minimum.outer(found.last_rows, found.last_rows), certain.backward)
     if problem.speeds_differ:
         # Some pair of replicas exchanges the mean; two sizes of micro-batches may have other pairs.
-        wide = np.array([share.most_width for share in found])
-        shared, messages = problem.global_batch_size / (2.0 * (wide[:, None] + wide - 1)), 1
+        pairs = np.add.outer(found.most_widths, found.most_widths) - 1
+        shared, messages = problem.global_batch_size / (2.0 * pairs), 1
     else:
-        shared, messages = problem.global_batch_size / widest, counts[0]
+        shared, messages = problem.global_batch_size / widest, found.low
     whole = [seconds(shared, size, messages) for size in (certain.forward, certain.backward)]
     shares_cards = problem.model.network.model != "paper" and problem.cluster.num_machines > 1
     if shares_cards and not problem.speeds_differ:
-        crowded = _crowding(problem, found, counts)[:, :, None]
+        crowded = _crowding(problem, found)[:, :, None]
         whole += [crowded * certain.forward.per_row, crowded * certain.backward.per_row]
     return forward + backward, forward, np.maximum.reduce(whole)
 
 
-def _crowding(problem: Problem, found: Sequence[Share], counts: tuple[int, int]) -> Floats:
+def _crowding(problem: Problem, found: Shares) -> Floats:
     """Rows of the whole step that pass one network card, per bandwidth; shape (R, R).
 
     Where k machines hold the r devices of one stage, they hold at most k m - r of the other's n;
@@ -235,27 +223,28 @@ def _crowding(problem: Problem, found: Sequence[Share], counts: tuple[int, int])
     most = max(sizes)
     links = (group.outside for group in problem.cluster.machines)
     bandwidth = max(link.bandwidth for link in links if link is not None)
-    crowded = np.zeros((len(found), len(found)))
-    for (a, one), (b, other) in itertools.product(enumerate(found), repeat=2):
-        each = _least_rows(problem.global_batch_size, counts, other.most_width)
-        few, many = one.width, other.width
+    widths, widest = found.widths.tolist(), found.most_widths.tolist()
+    crowded = np.zeros((len(widths), len(widths)))
+    for a, b in itertools.product(range(len(widths)), repeat=2):
+        each = _least_rows(problem.global_batch_size, found, widest[b])
         rows = min(
-            max(0, many + few - machines * most) * each / machines
-            for machines in range(-(-few // most), min(one.most_width, len(sizes)) + 1)
+            max(0, widths[b] + widths[a] - machines * most) * each / machines
+            for machines in range(-(-widths[a] // most), min(widest[a], len(sizes)) + 1)
         )
         crowded[a, b] = crowded[b, a] = max(crowded[a, b], rows / bandwidth)
     return crowded
 
 
-def _least_rows(batch: int, counts: tuple[int, int], replicas: int) -> int:
+def _least_rows(batch: int, found: Shares, replicas: int) -> int:
     """Rows of a step that every replica has at least."""
-    low, high = counts
-    if low == high:
-        return sum(size // replicas for size in split_rows(batch, high))
-    return low * (batch // high // replicas)
+    rows = []
+    for count in (found.low, found.high):
+        size, larger = divmod(batch, count)
+        rows.append(larger * ((size + 1) // replicas) + (count - larger) * (size // replicas))
+    return min(rows)
 
 
-def _best_route(problem: Problem) -> tuple[float, float]:
+def best_route(problem: Problem) -> tuple[float, float]:
     """The least latency and the highest rate among all pairs of devices."""
     routes = []
     network = problem.model.network
@@ -271,6 +260,7 @@ def _best_route(problem: Problem) -> tuple[float, float]:
     return min(route.latency for route in routes), max(route.rate for route in routes)
 
 
-def _differences(prefix: Floats) -> Floats:
-    sums: Floats = prefix[None, :] - prefix[:, None]
-    return sums
+def _differences(sums: Floats) -> Floats:
+    """Sums over layers i..j, shape (..., N + 1) -> (..., N + 1, N + 1)."""
+    between: Floats = sums[..., None, :] - sums[..., :, None]
+    return between
