@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+from benchmarks.paper.figures import draw_all
 from benchmarks.paper.page import PARTS, write_page
 from benchmarks.paper.plots import draw
 from benchmarks.paper.questions import answer_all
@@ -23,6 +24,7 @@ def main(page: Path) -> None:
     answers = answer_all(question for part in PARTS for question in part.questions())
     write_page(page, answers)
     draw(answers, page.parent / "images")
+    draw_all(page.parent / "images")
     print(f"{page} in {time.perf_counter() - begun:.0f} s")
 
 

@@ -10,14 +10,18 @@ computing). Needs matplotlib, not torch.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
+from benchmarks.paper.markdown import join, paragraph
+from benchmarks.paper.questions import Answers, Question
 from dapple.cluster import Cluster, DeviceKind, Link, Machines
 from dapple.records import LayerProfile, ModelProfile, Plan, StagePlan, TensorProfile, Timeline
 from dapple.reporting import save_picture
 from dapple.schedule import warmup_counts
 from dapple.simulator import simulate
+from dapple.units import format_seconds
 
 FOLDER = Path(__file__).parents[2] / "docs" / "images"
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.010, 0.020
@@ -104,6 +108,45 @@ def pipeline(
     return simulate(plan, profile)
 
 
+def questions() -> Iterable[Question[Any]]:
+    """None: a figure takes no time to simulate."""
+    return ()
+
+
+def section(answers: Answers) -> str:
+    """The figures with what they show."""
+    gpipe, early = gpipe_and_early_backward().values()
+    policy_a, policy_b = warmup_policies().values()
+    return join(
+        "## The figures of schedules",
+        paragraph(
+            """*Simulated* and drawn by dapple (`dapple simulate --picture`,
+            [schedules.md](schedules.md)), a backward taking twice a forward."""
+        ),
+        paragraph(
+            f"""GPipe and early backward, three stages and seven micro-batches, without transfers. The
+            step is the same ({_step(gpipe)} and {_step(early)}), but GPipe holds {gpipe.in_flight[0]}
+            micro-batches on its first stage and early backward {early.in_flight[0]}:"""
+        ),
+        "![GPipe and early backward](images/gpipe-early-backward.svg)",
+        paragraph(
+            f"""Policies A and B, three stages and ten micro-batches, with transfers as long as a forward:
+            {_step(policy_a)} and {_step(policy_b)}. With A stages wait for gradients to come back; with
+            B they have work until then:"""
+        ),
+        "![Warm-up policies A and B](images/warmup-policies.svg)",
+    )
+
+
+def _step(timeline: Timeline) -> str:
+    return format_seconds(timeline.step_seconds)
+
+
+def draw_all(folder: Path = FOLDER) -> list[Path]:
+    """Write every figure as SVG; their paths."""
+    return draw(folder, {name: make() for name, make in FIGURES.items()})
+
+
 def draw(folder: Path, figures: Mapping[str, Mapping[str, Timeline]]) -> list[Path]:
     """Write the figures as SVG; their paths."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -118,7 +161,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--folder", type=Path, default=FOLDER)
     options = parser.parse_args()
-    for path in draw(options.folder, {name: make() for name, make in FIGURES.items()}):
+    for path in draw_all(options.folder):
         print(f"{path} ({path.stat().st_size / 1000:.0f} kB)")
 
 

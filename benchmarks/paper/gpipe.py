@@ -29,7 +29,7 @@ SIZES = ("rounds", "rows", "width", "layers", "heads", "length", "recomputed", "
 def main() -> None:
     """Start the two ranks, print and write what they found; or be one of them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--rows", type=int, default=2, help="rows of a micro-batch")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=8)
