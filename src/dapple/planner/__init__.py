@@ -6,10 +6,10 @@ rows = compare(profile, cluster, global_batch_size)      all planners side by si
 """
 
 from dapple.planner.comparison import Compared, compare
+from dapple.planner.contest import Candidate
 from dapple.planner.refusal import Refusal
 from dapple.planner.search import (
     PLANNERS,
-    Candidate,
     SearchOptions,
     SearchResult,
     make_plan,

@@ -269,6 +269,7 @@ class GeneralSearch:
             nearby += [other for _, other in changed(self.problem, layout)]
             guesses = {other: self._guess(other) for other in nearby}
             known = {other: guess for other, guess in guesses.items() if guess is not None}
+            known = {other: guess for other, guess in known.items() if guess < seconds}
             best = self._simulate_best(known, self._left // 6, _LEAST_TRIES)[:1]
             if not best or best[0][0] >= seconds * (1 - 1e-9):
                 return
