@@ -14,10 +14,12 @@ import torch.distributed as dist
 from benchmarks.runtime.ranks import answer, timed_in_turn
 from dapple.cluster import Cluster
 from dapple.graph import LayerGraph, capture
+from dapple.profiler.chain import Chain
 from dapple.profiler.links import measure_link
 from dapple.profiler.local import local_cluster
 from dapple.profiler.measured import measure_profile
-from dapple.records import ModelProfile, Plan, StagePlan
+from dapple.records import ModelProfile, Plan, StagePlan, Timeline
+from dapple.records.timeline import COMPUTING
 from dapple.runtime.trainer import Trainer
 from dapple.schedule import warmup_counts
 from dapple.simulator import simulate
@@ -71,6 +73,7 @@ class _Bench:
         graph = _graph(workload, evaluation=False)
         self.parameters = sum(p.numel() for p in workload.model.parameters())  # type: ignore[union-attr]
         self.profile = measure_profile(graph, workload, batch_sizes=(options.rows,), rounds=10)
+        self.speed_alone = _speed_alone(Chain(graph, workload, options.rows, _CPU))
         self.cluster: Cluster = local_cluster(2, measure_link())
         self.cut = _balanced_cut(self.profile)
         self.cap = self._cap()
@@ -86,7 +89,7 @@ class _Bench:
     def _trainer(self, side: Side) -> Trainer:
         # A trainer frees what other stages hold, so each gets a model of its own.
         graph = _graph(_workload(self.options))
-        return Trainer(graph, self.plan(side, self.most), _adamw, device=torch.device("cpu"))
+        return Trainer(graph, self.plan(side, self.most), _adamw, device=_CPU)
 
     def plan(self, side: Side, micro_batches: int) -> Plan:
         """Two stages of one device each, policy A."""
@@ -129,9 +132,7 @@ class _Bench:
                 "count": count,
                 "rows": self.options.rows,
                 "accounted": self.peaks(side, count),
-                "simulated": simulate(
-                    self.plan(side, count), self.profile, spans=False
-                ).step_seconds,
+                **_simulated(simulate(self.plan(side, count), self.profile)),
             }
             for side in SIDES
             for count in sorted({*self.counts, *self._around_largest(side)})
@@ -197,6 +198,7 @@ class _Bench:
         return {
             "parameters": self.parameters,
             "cap": self.cap,
+            "speed_alone": self.speed_alone,
             "stage_seconds": [
                 sum(layer.forward_seconds[0] + layer.backward_seconds[0] for layer in part)
                 for part in (layers[:cut], layers[cut:])
@@ -210,7 +212,44 @@ class _Bench:
             trainer.close()
 
 
+_CPU = torch.device("cpu")
 _TITLES = {"gpipe": "GPipe", "early-backward": "Early backward"}
+
+
+def _speed_alone(chain: Chain, rounds: int = 6) -> float:
+    """How much faster a process computes while the other waits: cores share caches and more."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    busy: list[float] = []
+    alone: list[float] = []
+    chain.run()
+    for _ in range(rounds):
+        for turn in (None, *range(world)):
+            dist.barrier()
+            if turn in (None, rank):
+                found = chain.run()
+                seconds = sum(found.forward_seconds) + sum(found.backward_seconds)
+                (busy if turn is None else alone).append(seconds)
+    dist.barrier()
+    chain.clear_gradients()
+    ratios: list[Any] = [None] * world
+    dist.all_gather_object(ratios, statistics.median(busy) / statistics.median(alone))
+    return statistics.mean(ratios)
+
+
+def _simulated(timeline: Timeline) -> dict[str, float]:
+    """The step, and the seconds of it in which only one of the two ranks computes."""
+    kinds = (*COMPUTING, "optimizer")
+    changes = [
+        change
+        for span in timeline.spans
+        if span.kind in kinds
+        for change in ((span.start, 1), (span.end, -1))
+    ]
+    alone, busy, since = 0.0, 0, 0.0
+    for time, change in sorted(changes):
+        alone += time - since if busy == 1 else 0.0
+        busy, since = busy + change, time
+    return {"simulated": timeline.step_seconds, "alone": alone}
 
 
 def _workload(options: argparse.Namespace) -> Workload:

@@ -22,6 +22,7 @@ def cell(run: str, count: int, seconds: float | None, peaks: tuple[int, int]) ->
         "accounted": list(peaks),
         "measured": list(peaks),
         "simulated": seconds or 1.0,
+        "alone": 2.0,
         "fits": seconds is not None,
         "seconds": None if seconds is None else [seconds, 2 * seconds, seconds],
     }
@@ -32,7 +33,7 @@ def results() -> dict[str, Any]:
     mib = 2**20
     return {
         "rounds": 3, "rows": 2, "width": 8, "layers": 8, "heads": 2, "length": 8, "recomputed": 3,
-        "parameters": 1000, "cap": 115 * mib, "stage_seconds": [1.0, 1.0], "message_seconds": 0.0,
+        "parameters": 1000, "speed_alone": 1.25, "cap": 115 * mib, "stage_seconds": [1.0, 1.0], "message_seconds": 0.0,
         "cells": [
             cell("gpipe", 2, 3.0, (100 * mib, 100 * mib)),
             cell("gpipe", 3, None, (125 * mib, 125 * mib)),
@@ -50,6 +51,8 @@ def test_the_ratio_is_of_samples_a_second_and_of_the_stages_mean_memory() -> Non
     assert (found.most, found.largest) == (16, 2)
     assert found.measured == found.simulated == pytest.approx((3 / 2) / (17 / 16))
     assert found.memory == found.accounted == 0.875
+    # Two of the seconds of each step are computed alone: 2 / 1.25 = 1.6.
+    assert found.alone == pytest.approx((2.6 / 2) / (16.6 / 16))
     assert found.paper == pytest.approx((8.18 / 5.10, 10.6 / 12.1))
     assert ratio(results(), recompute=True).paper == pytest.approx((6.77 / 5.53, 8.5 / 13.2))
 
@@ -85,6 +88,7 @@ def test_gpipe_and_early_backward_really_run(tmp_path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(output.read_text())
     cells = {(c["run"], c["count"]): c for c in found["cells"]}
+    assert 0 < cells["gpipe", 2]["alone"] < cells["gpipe", 2]["simulated"]
     assert cells["gpipe", 2]["fits"]
     assert not cells["gpipe", 3]["fits"]
     assert cells["dapple", 4]["fits"]
