@@ -71,7 +71,7 @@ def clusters(draw: st.DrawFn, max_devices: int = 5) -> Cluster:
         kind = DeviceKind(
             name=f"kind{len(groups)}",
             memory=draw(st.sampled_from([64 * MIB, 2**30, 80 * 2**30])),
-            speed=draw(st.sampled_from([1.0, 1.0, 2.0])),
+            speed=draw(st.sampled_from([1.0, 1.0, 2.0, 0.3])),
         )
         inside = Link(bandwidth=draw(st.sampled_from([1e8, 1e11])), latency=1e-6)
         outside = Link(

@@ -22,8 +22,8 @@ from tests.planner.strategies import clusters, profiles
 def test_bound_is_below_the_simulated_step(
     profile: ModelProfile, cluster: Cluster, batch: int, data: st.DataObject
 ) -> None:
-    """For random layouts, skips, ties and mixed speeds included, under both warm-up policies."""
-    problem = Problem(profile, cluster, batch)
+    """For random layouts under both warm-up policies: skips, ties, mixed speeds, rows either way."""
+    problem = Problem(profile, cluster, batch, proportional=data.draw(st.booleans()))
     count = data.draw(st.integers(1, batch), label="M")
     stages = data.draw(st.integers(1, min(problem.num_layers, problem.num_devices)))
     sequences = list(device_sequences(problem.machine_sizes, stages))
@@ -33,7 +33,11 @@ def test_bound_is_below_the_simulated_step(
     for row, bound in zip(bounds, least, strict=True):
         layout = Layout(tuple(map(int, row)), devices, count)
         policy = data.draw(st.sampled_from("AB"))
-        seconds = problem.step_seconds(layout.stages(warmup_counts(stages, count, policy)), count)
+        warmup = zip(
+            problem.split_stages(layout), warmup_counts(stages, count, policy), strict=True
+        )
+        plan = [stage.model_copy(update={"warmup": k}) for stage, k in warmup]
+        seconds = problem.step_seconds(plan, count)
         assert bound <= seconds * (1 + 1e-9)
 
 

@@ -31,8 +31,8 @@ from tests.planner.strategies import clusters, profiles
 def test_no_plan_is_below_the_bound(
     profile: ModelProfile, cluster: Cluster, batch: int, data: st.DataObject
 ) -> None:
-    """The relaxed costs of its M, in both forms, allow the step of any plan."""
-    problem = Problem(profile, cluster, batch)
+    """The relaxed costs of its M, in both forms, allow the step of any plan, rows split either way."""
+    problem = Problem(profile, cluster, batch, proportional=data.draw(st.booleans()))
     count = data.draw(st.integers(1, batch), label="M")
     stages = data.draw(st.integers(1, min(problem.num_layers, problem.num_devices)))
     devices = data.draw(st.sampled_from(list(device_sequences(problem.machine_sizes, stages))))

@@ -101,6 +101,16 @@ def test_a_plan_table_shows_layers_devices_times_and_notes():
     assert "AllReduce" not in printed(plan_table(made))
 
 
+def test_a_plan_table_shows_shares_of_the_rows():
+    """Equal ones once, and the memory of the device that has most."""
+    made = plan([3], 16, 2, preset("config-a"))
+    (stage,) = made.stages
+    stages = (stage.model_copy(update={"rows": (3.0, 3.0, 1.0)}),)
+    assert "0-2 (3), rows 2 x 3, 1" in printed(
+        plan_table(made.model_copy(update={"stages": stages}))
+    )
+
+
 def test_a_plan_table_shows_the_gap_to_the_lower_bound_and_what_is_simulate_only():
     """In words."""
     predicted = predict(PLAN, PROFILE)

@@ -6,12 +6,16 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from dapple.cluster import Cluster, DeviceKind, Link, Machines
+from dapple.planner import make_plan as planned
+from dapple.records import LayerProfile, ModelProfile
 from dapple.runtime.layout import Layout
 from dapple.runtime.topology import Topology
 from tests.runtime import cases
 from tests.runtime.cases import Run
-from tests.runtime.threads import OwnCopy, run_threads
+from tests.runtime.threads import OwnCopy, on_ranks, run_threads
 
+FAST = Link(bandwidth=1e12)
 SIZES = st.integers(1, 14)
 
 
@@ -46,6 +50,36 @@ def test_proportional_rows_equal_one_process(
     """Shares of replicas that do not divide the rows, also zero, which leaves a replica idle."""
     run = Run(name, (2, 3), 4, 13, (13, 5, 30), split="early", shares=shares)
     assert error(run) < cases.TOLERANCE
+
+
+def test_a_planned_split_of_the_rows_equals_one_process() -> None:
+    """The search's own plan for devices of different speed, also with other batch sizes."""
+    graph = cases.build("mlp")
+    layers = [
+        LayerProfile(name=f"l{n}", forward_seconds=(1e-3,), backward_seconds=(1e-3,))
+        for n in range(graph.num_layers)
+    ]
+    profile = ModelProfile(model="mlp", device="d", batch_sizes=(1,), layers=layers)
+    groups = [
+        Machines(devices=n, kind=DeviceKind(name=f"{v}", memory=2**30, speed=v), inside=FAST)
+        for n, v in ((1, 1.0), (2, 0.4))
+    ]
+    groups = [group.model_copy(update={"outside": FAST}) for group in groups]
+    plan = planned(profile, Cluster(name="mixed", machines=groups), 13, micro_batch_size=7)
+    assert plan.stages[0].rows == (5.0, 1.0, 1.0)
+    rows = (13, 5, 30)
+    wanted, losses = cases.reference("mlp", rows, "adamw")
+    results = on_ranks(
+        graph,
+        plan,
+        lambda trainer: (
+            [trainer.step(*cases.EXAMPLES["mlp"].batch(n, s)).loss for s, n in enumerate(rows)],
+            trainer.state_dict(),
+        ),
+        cases.OPTIMIZERS["adamw"],
+    )
+    assert cases.global_error([state for _, state in results], wanted) < cases.TOLERANCE
+    assert all(found == pytest.approx(losses, rel=cases.TOLERANCE) for found, _ in results)
 
 
 def test_rows_follow_the_shares() -> None:

@@ -10,7 +10,7 @@ need.
 """
 
 from dapple.costs.interpolation import bytes_at, seconds_at
-from dapple.costs.memory import StageMemory, stage_memory
+from dapple.costs.memory import StageMemory, fullest_memory, stage_memory
 from dapple.costs.model import CostModel, Crossing, bucket_bytes, recomputed_ranges
 from dapple.costs.network import NO_CARD, Network, Ring, Route
 from dapple.costs.pipeline import Channel, GradientSum, PipelineCosts, pipeline_costs
@@ -32,6 +32,7 @@ __all__ = [
     "StageMemory",
     "bucket_bytes",
     "bytes_at",
+    "fullest_memory",
     "merge_equal_replicas",
     "overlaps",
     "pipeline_costs",

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dapple.cluster import Cluster
 from dapple.costs.model import CostModel, recomputed_ranges
 from dapple.costs.rows import overlaps, split_rows
 from dapple.costs.shards import state_shares
@@ -95,6 +96,18 @@ def stage_memory(
         sent_gradients=math.ceil((in_flight + 1) * sent),
         workspace=math.ceil(model.workspace_bytes(stage.start, stage.stop, split[replica])),
         casts=model.cast_bytes(stage.start, stage.stop),
+    )
+
+
+def fullest_memory(cluster: Cluster, stage: StagePlan) -> int:
+    """Bytes of the device that a stage's peak is on: the smallest of those with most rows."""
+    kinds = cluster.kind_of_device()
+    most = max(stage.rows) if stage.rows else None
+    shares = stage.rows or (None,) * stage.replicas
+    return min(
+        kinds[device].memory
+        for device, share in zip(stage.devices, shares, strict=True)
+        if share == most
     )
 
 

@@ -38,7 +38,10 @@ def layout_bounds(
         backward[:, column] = table.least_backward[stop] - table.least_backward[start]
         work[:, column] = table.work[stop] - table.work[start]
         exposed = tables.least_exposed(stage_devices, start, stop)
-        update = table.optimizer[stop] - table.optimizer[start]
+        # The slowest device waits for an AllReduce behind the busiest one's last backward only.
+        slowest = table.optimizer[stop] - table.optimizer[start]
+        own = table.least_optimizer[stop] - table.least_optimizer[start]
+        update = np.where(exposed > 0, slowest, own)
         after[:, column] = exposed + update / (len(stage_devices) if shard else 1)
         if number:
             link = tables.least_link(devices[number - 1], stage_devices)

@@ -1,15 +1,16 @@
 """A lower bound on the step of every plan: no cuts, replicas, devices or M can be faster.
 
-For a step of T seconds every stage s must satisfy (all times of its first replica, which has the
-most rows; its work W_s lies between the first micro-batch's way to it and the last one's back)
+For a step of T seconds every stage s must satisfy (its busiest replica's work W_s lies between the
+first micro-batch's way to it and the last one's back; where devices are equally fast that is the
+first replica, and so are those on the way, see `shares`; for others see `mixed`)
 
     A_0 + sum_{a<s} (F_a + B_a) + W_s <= T        and        sum_{a<s} F_a + W_s + A_s <= T
 
 A dynamic programme finds out whether T can be met at all: over (layers, devices, replicas of the
 last stage) on small clusters, see `relaxed`, and over (layers, devices) on large ones, see
 `demand`. The largest T that can't is the bound. What is relaxed: contention, warm-up, placement
-(every link is the best one of the cluster, every device the fastest and largest), and the tied
-parameters' AllReduce.
+(every link is the best one of the cluster, every device the largest, and a stage's speed any part of
+the cluster's), and the tied parameters' AllReduce.
 
 All M count, one range of equal micro-batches after the other, the ones that need the fewest
 devices by `fluid` first; most ranges are done with by that.

@@ -80,6 +80,8 @@ def explain(result: SearchResult, profile: ModelProfile, problem: Problem) -> Ex
         problem: the same profile, cluster and batch.
     """
     plan = result.plan
+    if any(stage.rows for stage in plan.stages):
+        problem = problem.with_proportional_rows()
     here = _seconds(plan, profile)
     return Explanation(
         step_seconds=here,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dapple.costs import CostModel
+from dapple.costs import CostModel, fullest_memory
 from dapple.errors import MemoryPlanError, PlanError
 from dapple.records import ModelProfile, Plan, StagePlan
 from dapple.schedule import schedule_for
@@ -48,9 +48,8 @@ def rescheduled(plan: Plan, profile: ModelProfile, schedule: str, virtual: int =
         stages = tuple(stage.model_copy(update={"warmup": k}) for stage, k in pairs)
         made = made.model_copy(update={"stages": stages})
     predicted = predict(made, profile)
-    kinds = made.cluster.kind_of_device()
     for number, (stage, figures) in enumerate(zip(made.stages, predicted.stages, strict=True)):
-        least = min(kinds[device].memory for device in stage.devices)
+        least = fullest_memory(made.cluster, stage)
         if figures.peak_bytes is not None and figures.peak_bytes > least:
             raise MemoryPlanError(
                 f"under {schedule} stage {number} needs {format_bytes(figures.peak_bytes)} of "

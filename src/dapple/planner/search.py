@@ -33,11 +33,13 @@ class SearchOptions:
         baselines: the baselines are candidates, so that the answer is never worse.
         exact: look at all layouts where there are few enough.
         certificate: compute a lower bound on the step of all plans.
+        proportional: look at rows in proportion to speed, where devices differ.
     """
 
     baselines: bool = True
     exact: bool = True
     certificate: bool = True
+    proportional: bool = True
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,7 @@ def search(
         _search(run, options)
     run.tune()
     best = run.best
-    if planner == "dapple" and problem.speeds_differ:
+    if planner == "dapple" and options.proportional and problem.speeds_differ:
         best = better(best, _proportional(problem, run, options))
     if best is None:
         raise MemoryPlanError(_nothing_fits(run.refusals.values()))

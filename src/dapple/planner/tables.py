@@ -52,6 +52,7 @@ class StageTable:
         likely_forward, likely_backward: of the first micro-batch on the slowest replica.
         work: forwards and backwards of all micro-batches on the busiest replica.
         optimizer: update of the parameters on the slowest device.
+        least_optimizer: the same on the fastest one.
         reduce_fixed: AllReduce seconds that do not depend on the bytes.
         reduce_per_byte: AllReduce seconds for each byte of parameters.
     """
@@ -63,6 +64,7 @@ class StageTable:
     likely_backward: Floats
     work: Floats
     optimizer: Floats
+    least_optimizer: Floats
     reduce_fixed: float
     reduce_per_byte: float
 
@@ -295,6 +297,7 @@ class CostTables:
         return StageTable(
             **self._stage_seconds(shares),
             optimizer=self.optimizer_prefix / min(speeds),
+            least_optimizer=self.optimizer_prefix / max(speeds),
             reduce_fixed=ring.inside_latency + max((a for a, _ in between), default=0.0),
             reduce_per_byte=ring.inside_seconds_per_byte
             + max((b for _, b in between), default=0.0),

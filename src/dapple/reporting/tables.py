@@ -9,6 +9,7 @@ from typing import NamedTuple
 from rich.markup import escape
 from rich.table import Table
 
+from dapple.costs import fullest_memory
 from dapple.errors import PlanError
 from dapple.records import Plan, Predicted, PredictedStage, StagePlan, Timeline
 from dapple.units import format_bytes, format_seconds
@@ -165,13 +166,21 @@ def _layers(stage: StagePlan) -> str:
 
 
 def _devices(plan: Plan, stage: StagePlan) -> str:
-    """Devices by machine, runs shortened: "0-7", or "0-3 | 8-11" over two machines."""
+    """Devices by machine, runs shortened: "0-7", or "0-3 | 8-11" over two machines.
+
+    With shares of the rows: "0-7 (8), rows 4 x 3, 4 x 1".
+    """
     machine_of = plan.cluster.machine_of_device()
     parts = [
         ",".join(_ranges(devices))
         for _, devices in itertools.groupby(stage.devices, key=lambda device: machine_of[device])
     ]
-    return " | ".join(parts) + (f" ({stage.replicas})" if stage.replicas > 1 else "")
+    shown = " | ".join(parts) + (f" ({stage.replicas})" if stage.replicas > 1 else "")
+    if stage.rows is None:
+        return shown
+    runs = [(len(list(run)), share) for share, run in itertools.groupby(stage.rows)]
+    shares = ", ".join(f"{n} x {share:g}" if n > 1 else f"{share:g}" for n, share in runs)
+    return f"{shown}, rows {shares}"
 
 
 def _ranges(numbers: Iterable[int]) -> list[str]:
@@ -185,11 +194,10 @@ def _ranges(numbers: Iterable[int]) -> list[str]:
 
 
 def _stage_figures(plan: Plan, stage: StagePlan, figures: PredictedStage) -> list[str]:
-    kinds = plan.cluster.kind_of_device()
-    least = min(kinds[device].memory for device in stage.devices)
     peak = "unknown"
     if figures.peak_bytes is not None:
-        peak = f"{format_bytes(figures.peak_bytes)} of {format_bytes(least)}"
+        memory = fullest_memory(plan.cluster, stage)
+        peak = f"{format_bytes(figures.peak_bytes)} of {format_bytes(memory)}"
     seconds = (
         figures.forward_seconds,
         figures.backward_seconds,
