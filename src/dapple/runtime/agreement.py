@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -117,10 +117,12 @@ def _mark(parameter: torch.Tensor) -> torch.Tensor:
     return bits.sum(dtype=torch.int64) % _PRIME
 
 
-def global_loss(
+def start_global_loss(
     batch: Batch, metrics: Sequence[str], transport: Transport, device: torch.device
-) -> tuple[float, dict[str, float]]:
-    """The loss of the global batch and its metrics, NaN if no row has weight; all ranks call it.
+) -> Callable[[], tuple[float, dict[str, float]]]:
+    """Start adding up the loss of the global batch and its metrics; all ranks call it.
+
+    What it returns waits for them: NaN if no row has weight.
 
     Args:
         batch: this rank's; one without an objective adds zeros.
@@ -136,8 +138,13 @@ def global_loss(
             shares = batch.objective.metrics.shares
             sums[2:] = torch.tensor([shares[name] for name in metrics], dtype=torch.float64)
     sums = sums.to(device)
-    transport.sum(sums, tuple(range(transport.world_size))).wait()
-    loss, pieces, *found = sums.tolist()
-    if not pieces:
-        loss, found = math.nan, [math.nan] * len(found)
-    return loss, dict(zip(metrics, found, strict=True))
+    pending = transport.sum(sums, tuple(range(transport.world_size)))
+
+    def wait() -> tuple[float, dict[str, float]]:
+        pending.wait()
+        loss, pieces, *found = sums.tolist()
+        if not pieces:
+            loss, found = math.nan, [math.nan] * len(found)
+        return loss, dict(zip(metrics, found, strict=True))
+
+    return wait

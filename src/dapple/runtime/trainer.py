@@ -13,26 +13,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dapple.errors import InputError
 from dapple.graph import LayerGraph, SeedLayer
 from dapple.graph.precision import Precision, PrecisionName
 from dapple.records import Plan, Timeline
-from dapple.runtime.agreement import check_same, check_weights, global_loss, plan_in_words
-from dapple.runtime.batch import Batch, WeightFunction, check_targets
+from dapple.runtime.agreement import check_same, check_weights, plan_in_words, start_global_loss
+from dapple.runtime.batch import Batch, WeightFunction
 from dapple.runtime.buffers import WrittenBuffers
-from dapple.runtime.clipping import Clipping, counted_here
 from dapple.runtime.compiling import CompileOptions
 from dapple.runtime.evaluation import Evaluator
+from dapple.runtime.handing import Hands
 from dapple.runtime.layout import Layout
 from dapple.runtime.memory import MemoryMeter
 from dapple.runtime.metrics import Metric
 from dapple.runtime.objectives import Objectives
 from dapple.runtime.optimizers import (
     OptimizerFactory,
-    Parameters,
     SchedulerFactory,
-    make_optimizer,
-    make_scheduler,
 )
 from dapple.runtime.parts import Parts
 from dapple.runtime.prediction import Outputs
@@ -44,16 +40,15 @@ from dapple.runtime.process import (
 )
 from dapple.runtime.recorder import Recorder
 from dapple.runtime.results import Evaluation, StepResult
-from dapple.runtime.sharding import OptimizerShard
 from dapple.runtime.statistics import BatchNormRule, BatchStatistics
 from dapple.runtime.step import TrainingStep
 from dapple.runtime.sums import RankGradients
 from dapple.runtime.topology import Topology
 from dapple.runtime.transport import Transport
-from dapple.runtime.update import Update, Verdict
+from dapple.runtime.update import UpdateRules, Verdict, make_update
 from dapple.runtime.watch import Watch, watch_ranks
 from dapple.runtime.weights import write_weights
-from dapple.runtime.window import Handed, Window, own_parts
+from dapple.runtime.window import Handed
 from dapple.runtime.wiring import check_model, connect, tied_ranks
 
 
@@ -144,6 +139,7 @@ class Trainer:
         }
         names = list(graph.parameters())
         self.parts = Parts(graph, self.topology, self.device, self._precision, batch_norm, compile)
+        self._hands = Hands(graph, self.topology, self.parts, self.device)
         self._transport = transport or connect(graph, self.topology)
         trainable = self.parts.trainable()
         tied = tied_ranks(graph, self.topology, trainable)
@@ -152,29 +148,20 @@ class Trainer:
             check_weights, trainable, ranks, tied, self._transport
         )
         self._gradients = RankGradients(trainable, self.parts.parameter_orders(), ranks, tied)
-        self._shard, updated = None, trainable
-        if self.topology.stage_plan.shard == "optimizer":
-            self._shard = OptimizerShard(trainable, ranks, rank, tied, self._transport)
-            updated = self._shard.own
-        self.optimizer = make_optimizer(optimizer, Parameters(updated, names))
-        self.scheduler = make_scheduler(scheduler, self.optimizer)
-        clipping = None
-        if clip_norm is not None:
-            counted = counted_here(self.topology, trainable, tied)
-            clipping = Clipping(trainable, counted, clip_norm, norm_type, error_if_nonfinite)
-        if scaler is None and precision == "fp16":
-            scaler = torch.amp.GradScaler(self.device.type)
-        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self._updating = Update(
-            list(trainable.values()),
-            self.optimizer,
-            self._shard,
-            self.scheduler,
-            clipping,
-            self.scaler,
+        self._updating = make_update(
+            trainable,
+            names,
+            self.topology,
+            tied,
             self._transport,
             self.device,
+            UpdateRules(
+                optimizer, scheduler, clip_norm, norm_type, error_if_nonfinite, scaler, precision
+            ),
         )
+        self.optimizer = self._updating.optimizer
+        self.scheduler = self._updating.scheduler
+        self.scaler = self._updating.scaler
         self._objectives = Objectives(
             graph,
             weight,
@@ -238,12 +225,7 @@ class Trainer:
         A rank that reads none, in the middle of the pipeline, has row 0, so that there is something
         to collate; it is not looked at.
         """
-        reads = self.parts.training.reads_inputs | self.parts.evaluation.reads_inputs
-        batched = {spec.name for spec in self._graph.inputs if spec.batched}
-        if not (self.topology.is_last or reads & batched):
-            return [0]
-        parts = own_parts(self._layout_for(global_batch_size, ()))
-        return [row for start, stop in parts for row in range(start, stop)] or [0]
+        return self._hands.own_rows(global_batch_size)
 
     def step(
         self,
@@ -268,7 +250,7 @@ class Trainer:
         Raises:
             InputError: the batch does not fit the captured model.
         """
-        handed = self._prepare(inputs, targets, global_batch_size)
+        handed = self._hands.take(inputs, targets, global_batch_size)
         with self._watch.guard():
             call = f"update={update}, metrics={metrics}"
             self._agree(handed.layout, f"step with {call}")
@@ -282,14 +264,14 @@ class Trainer:
         Args:
             inputs, targets, global_batch_size: as for `step`.
         """
-        handed = self._prepare(inputs, targets, global_batch_size)
+        handed = self._hands.take(inputs, targets, global_batch_size)
         with self._watch.guard():
             self._agree(handed.layout, "evaluate")
-            batch = self._batch(handed)
+            batch = self._hands.batch(handed)
             if self.topology.is_last:
                 batch.objective = self._objectives.make(handed, training=False, metrics=True)
             self._evaluator.run(batch, handed.layout)
-            return Evaluation(*self._global_loss(batch))
+            return Evaluation(*self._start_global_loss(batch)())
 
     def predict(self, inputs: Any) -> Any:
         """The model's output for one global batch in evaluation mode, the same on every rank.
@@ -303,12 +285,12 @@ class Trainer:
         Raises:
             InputError: the rows of some output do not lie in one dimension.
         """
-        handed = self._prepare(inputs, None)
+        handed = self._hands.take(inputs, None)
         layout = handed.layout
         outputs = Outputs(self._graph.output_specs(training=False), layout.global_batch_size)
         with self._watch.guard():
             self._agree(layout, "predict")
-            batch = self._batch(handed)
+            batch = self._hands.batch(handed)
             batch.outputs = outputs if self.topology.is_last else None
             self._evaluator.run(batch, layout)
             self._progress.set("allreduce", None)
@@ -372,7 +354,7 @@ class Trainer:
             self._gradients.zero()
         else:
             self._gradients.attach()
-        layout, batch = handed.layout, self._batch(handed)
+        layout, batch = handed.layout, self._hands.batch(handed)
         if self.topology.is_last:
             scale = 1.0 if self.scaler is None else self.scaler.get_scale()
             batch.objective = self._objectives.make(
@@ -397,8 +379,10 @@ class Trainer:
             written.equalise(layout)
         self.peak_boundary_bytes = step.peak_boundary_bytes
         self._fresh = update
+        # It is on its way while gradients are, and the optimizer works.
+        told = self._start_global_loss(batch, metrics)
         verdict = self._update() if update else Verdict()
-        loss, found = self._global_loss(batch, metrics)
+        loss, found = told()
         self._steps += 1
         self.last_step_seconds = time.perf_counter() - begin
         self._last_micro_batches = layout.num_micro_batches
@@ -427,48 +411,17 @@ class Trainer:
             self._gradients.wait()
             verdict = self._updating.agree()
         self._progress.set("optimizer", None)
-        if self.optimizer is not None or self._shard is not None:
+        if self._updating.writes:
             with self._recorder.span("optimizer"):
                 self._updating.apply(verdict)
         return verdict
 
-    def _prepare(self, inputs: Any, targets: Any, global_batch_size: int | None = None) -> Handed:
-        named = self._graph.flatten_inputs(inputs)
-        lengths = tuple(self._graph.lengths_of(named).items())
-        rows = self._graph.batch_size(named)
-        check_targets(targets, rows)
-        if global_batch_size is None:
-            return Handed(inputs, targets, named, self._layout_for(rows, lengths), Window())
-        if global_batch_size < 1:
-            raise InputError(f"global_batch_size is {global_batch_size}; it must be at least 1")
-        wanted = self.own_rows(global_batch_size)
-        if rows != len(wanted):
-            raise InputError(
-                f"rank {self.rank} was handed {rows} rows but reads {len(wanted)} of a global batch "
-                f"of {global_batch_size}; hand it those of `own_rows`, or all without "
-                "global_batch_size"
-            )
-        layout = self._layout_for(global_batch_size, lengths)
-        return Handed(inputs, targets, named, layout, Window(own_parts(layout)))
-
-    def _batch(self, handed: Handed) -> Batch:
-        wanted = self.parts.training.reads_inputs | self.parts.evaluation.reads_inputs
-        placed = {
-            name: value.to(self.device) if isinstance(value, torch.Tensor) else value
-            for name, value in handed.named.items()
-            if name in wanted
-        }
-        batched = frozenset(spec.name for spec in self._graph.inputs if spec.batched)
-        return Batch(placed, batched, handed.window)
-
-    def _global_loss(self, batch: Batch, metrics: bool = True) -> tuple[float, dict[str, float]]:
+    def _start_global_loss(
+        self, batch: Batch, metrics: bool = True
+    ) -> Callable[[], tuple[float, dict[str, float]]]:
         self._progress.set("allreduce", None)
         names = list(self._metrics) if metrics else []
-        return global_loss(batch, names, self._transport, self.device)
-
-    @functools.lru_cache(maxsize=64)  # noqa: B019 - one trainer lives as long as its process
-    def _layout_for(self, global_batch_size: int, lengths: tuple[tuple[str, int], ...]) -> Layout:
-        return Layout(self.topology, global_batch_size, dict(lengths))
+        return start_global_loss(batch, names, self._transport, self.device)
 
     def _seeds(self, step: int, micro_batch: int, first_row: int) -> SeedLayer:
         """Random numbers of a layer depend on where its piece stands, not on what ran before."""
