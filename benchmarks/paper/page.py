@@ -63,7 +63,8 @@ def _head() -> str:
             """Each figure of DAPPLE (PPoPP 2021) that we could recompute, beside ours. Written by
             `python -m benchmarks.paper`. Each section says how ours came about: *formula*, *simulated*
             (our simulator, [semantics.md](semantics.md)) or *really run* (processes on a machine). Nothing
-            here was measured on the paper's machines."""
+            here was measured on the paper's machines. Parameters and memory of the models are in
+            [zoo.md](zoo.md), the paper's pictures of schedules in [schedules.md](schedules.md)."""
         ),
         paragraph(
             """Clusters, 16 V100 of 16 GB: A is 2 machines of 8 with NVLink inside and 25 Gbit/s

@@ -17,7 +17,7 @@ from benchmarks.paper.facts import (
     PaperPlan,
 )
 from benchmarks.paper.markdown import bullets, join, paragraph, table
-from benchmarks.paper.questions import Answers, Case, Ours, Question, profile_of
+from benchmarks.paper.questions import Answers, Case, OneDevice, Ours, Question, profile_of
 from benchmarks.planner.referee import (
     SAME,
     Judged,
@@ -28,6 +28,7 @@ from benchmarks.planner.referee import (
     two_stages,
 )
 from dapple.cluster import NETWORK_MODELS
+from dapple.planner.certificate import lower_bound
 from dapple.planner.problem import Layout, Problem
 
 _REPEATED = ("blocks.", "cells.", "encoder.", "decoder.", "both_ways", "first", "features.")
@@ -62,6 +63,19 @@ class BestCut(Question[Judged | None]):
         return best_of(problem, two_stages(problem, paper_plan(self.case).replicas, cuts))
 
 
+@dataclass(frozen=True)
+class Bound(Question[float]):
+    """Seconds below which no plan's step can lie: the planner's certificate."""
+
+    case: Case
+
+    def answer(self) -> float:
+        """Certify, from the step of a single device downwards."""
+        return lower_bound(
+            self.case.problem(), OneDevice(self.case.model, self.case.batch).answer()
+        )
+
+
 def paper_plan(case: Case) -> PaperPlan:
     """What the paper's table says for a case."""
     return PLANS[case.model][CLUSTERS.index(case.cluster)]
@@ -94,6 +108,7 @@ def questions() -> Iterator[Question[object]]:
     for case in itertools.chain.from_iterable(map(cases, NETWORK_MODELS)):
         yield Ours(case)
         yield Theirs(case)
+        yield Bound(case)
         if ":" in paper_plan(case).shape:
             yield BestCut(case)
 
@@ -106,7 +121,8 @@ def section(answers: Answers) -> str:
             """*Simulated.* Our search ran without the paper's plans, and without any other planner's,
             among its candidates. The paper's plan is given the micro-batches, warm-up and placement
             that suit it best under the same referee. **x** is its step over ours, so 1.10 means that
-            the paper's plan takes 10 % longer. **P:Q after L**: P and Q replicas, cut behind layer L;
+            the paper's plan takes 10 % longer; **gap** is ours over a lower bound on any plan within
+            memory, less 1 ([planner.md](planner.md)). **P:Q after L**: P and Q replicas, cut behind layer L;
             **2^3**: three stages of two replicas. Times of all tables are seconds of our V100
             profiles, made from shapes ([zoo.md](zoo.md))."""
         ),
@@ -117,7 +133,7 @@ def section(answers: Answers) -> str:
     for network in NETWORK_MODELS:
         rows = [_row(answers, case) for case in cases(network)]
         header = ("model, batch", "cluster", "the paper's plan", "M:", "step, ms:", "ours", "M:")
-        header += ("step, ms:", "x:", "reference model:")
+        header += ("step, ms:", "gap:", "x:", "reference model:")
         parts += [f"### Network model `{network}`", table(header, rows)]
         parts += ["Where ours is another plan:", bullets(_others(answers, network))]
     return join(*parts)
@@ -166,8 +182,9 @@ def _row(answers: Answers, case: Case) -> list[str]:
     row += [label(theirs, profile) + ("" if fits else " (does not fit)")]
     row += [f"{theirs.micro_batches}", f"{theirs.seconds * 1e3:.1f}"]
     if ours is None:
-        return [*row, "nothing fits", "", "", "", ""]
+        return [*row, "nothing fits", "", "", "", "", ""]
     row += [label(ours, profile), f"{ours.micro_batches}", f"{ours.seconds * 1e3:.1f}"]
+    row += [f"{ours.seconds / answers[Bound(case)] - 1:.1%}"]
     slower = ratio is not None and ratio < 1 - SAME and fits
     row += [f"**{ratio:.4f}**" if slower else f"{ratio:.3f}"]
     return [*row, REFERENCE_GAINS.get((case.model, case.cluster), "")]
