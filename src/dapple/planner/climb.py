@@ -6,13 +6,15 @@ from collections.abc import Iterator
 
 from dapple.planner.cuts import better_cuts, better_cuts_of_all
 from dapple.planner.estimate import slowest_stages
-from dapple.planner.neighbours import moved_devices, other_counts
+from dapple.planner.neighbours import moved_devices, other_counts, other_lengths
 from dapple.planner.problem import Layout, Problem
 
 _ROUNDS = 6
 """How often devices or M are changed in a row."""
 _CUT_ROUNDS = 2
 """How many cuts are moved in a row to judge a change."""
+_RESHAPED = 12
+"""Layouts of other lengths that are looked at closely."""
 _KEPT = 3
 """Layouts of each round that the caller hears of."""
 
@@ -48,3 +50,10 @@ def changed(problem: Problem, layout: Layout) -> list[tuple[float, Layout]]:
     }
     others.pop((layout.devices, layout.micro_batches), None)
     return sorted(better_cuts_of_all(problem, [*others.values()], policies, _CUT_ROUNDS))
+
+
+def reshaped(problem: Problem, layout: Layout) -> list[tuple[float, Layout]]:
+    """The best of those with more or fewer stages, each with the best of the cuts around."""
+    focus = slowest_stages(problem, layout)
+    others = [*dict.fromkeys(other_lengths(problem, layout, focus))]
+    return sorted(better_cuts_of_all(problem, others, problem.policies(layout), 1))[:_RESHAPED]

@@ -14,7 +14,6 @@ others no more than they can do.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -193,19 +192,20 @@ class _Programme:
         np.maximum(late, state.exposed[t, start, mark][:, None], out=late)
         key = sums + late
         key[(marks <= mark[:, None]) | (marks > end[:, None])] = np.inf
-        begins = np.searchsorted(t, np.arange(len(self.bounds) + 1)).tolist()
-        for number, (begin, stop) in enumerate(itertools.pairwise(begins)):
-            if begin == stop:
-                continue
-            choice = key[begin:stop].argmin(axis=0) + begin
-            before = state.total[number, e, stops] + state.exposed[number, e, stops]
-            column = np.flatnonzero(key[choice, marks - stops.start] < before)
-            chosen, j = choice[column], marks[column]
-            state.total[number, e, j] = sums[chosen, column]
-            state.exposed[number, e, j] = late[chosen, column]
-            own = grid.backward[kind[chosen], j] - grid.backward[kind[chosen], mark[chosen]]
-            state.hidden[number, e, j] = behind[chosen] + own
-            state.origin[number, e, j] = np.stack([start[chosen], mark[chosen]], axis=1)
+        begins = np.flatnonzero(np.concatenate([[True], t[1:] != t[:-1]]))
+        values, groups = t[begins], np.repeat(np.arange(len(begins)), np.diff([*begins, len(t)]))
+        least = np.minimum.reduceat(key, begins, axis=0)
+        better = least < state.total[values, e, stops] + state.exposed[values, e, stops]
+        # The first of equal ones, whatever the rounding of others.
+        rows = np.where(key == least[groups], np.arange(len(t))[:, None], len(t))
+        group, column = np.nonzero(better)
+        chosen = np.minimum.reduceat(rows, begins, axis=0)[group, column]
+        value, j = values[group], marks[column]
+        state.total[value, e, j] = sums[chosen, column]
+        state.exposed[value, e, j] = late[chosen, column]
+        own = grid.backward[kind[chosen], j] - grid.backward[kind[chosen], mark[chosen]]
+        state.hidden[value, e, j] = behind[chosen] + own
+        state.origin[value, e, j] = np.stack([start[chosen], mark[chosen]], axis=1)
 
 
 def _read_back(grid: Grid, state: _State, number: int) -> Found | None:

@@ -3,27 +3,25 @@
 1. for every M, on few cuts: layouts from the dynamic programme, ranked by the estimate
 2. for the best few M, on all cuts, in every device order: more of them
 3. the best of all, on different devices, are improved by the estimate alone
-4. the best estimates are simulated
-5. from the best of these: small changes, estimated, the best of them simulated, repeated
+4. the best estimates are simulated, and changed while that helps: see `local`
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import numpy as np
 
-from dapple.planner.climb import changed, climb
+from dapple.planner.climb import climb
 from dapple.planner.cuts import better_cuts, better_cuts_of_all
 from dapple.planner.dynamic import trade_off
-from dapple.planner.estimate import estimate_seconds, slowest_stages
 from dapple.planner.frame import Frame, choose_step, device_orders, make_frame
 from dapple.planner.grid import Grid, choose_marks, make_grid
-from dapple.planner.neighbours import neighbours, pack
+from dapple.planner.local import Judge, LocalSearch, guess_seconds
+from dapple.planner.neighbours import pack
 from dapple.planner.problem import Layout, Problem
-from dapple.planner.refusal import Refusal
+from dapple.planner.tables import Ints
 from dapple.planner.traffic import Devices
 from dapple.schedule import warmup_counts
 
@@ -38,6 +36,8 @@ _EQUAL = (1, 2, 4)
 """Widths that are also looked at in all stages alike: long pipelines are best even, or nearly so."""
 _IN_FLIGHT = (1, 2, 4)
 """Micro-batches that every stage must have room for; more than one where memory is short."""
+_ROUGH_ROUNDS = 3
+"""How often cuts are moved where it is only to be found out which M are good."""
 _SPLIT_ROUNDS = 6
 """How often the one cut between two stages is moved."""
 _POLISHED = 3
@@ -49,21 +49,6 @@ _FILL = 0.3
 _BEST_COUNTS = 5
 _GOOD = 1.2
 """How much longer than the best a step may look for its M to be looked at closely."""
-_STARTS, _SMALL_STARTS, _SMALL = 3, 8, 100
-"""Simulated layouts that are improved; more of them up to so many layers x devices."""
-_WORK = 150_000
-"""Simulated computations that a search may spend; a third of them before the local changes."""
-_LEAST_STARTS, _LEAST_TRIES, _LEAST_ROUNDS = 6, 2, 2
-"""How many are simulated at least, however long it takes: to begin with, per round, rounds."""
-_OVERHEAD = 2_000
-"""What the start of a simulation costs, in computations."""
-
-
-class Judge(Protocol):
-    """Whoever simulates layouts and remembers the best."""
-
-    def seconds(self, layout: Layout) -> float | None:
-        """The simulated step of a layout, or None if it does not fit."""
 
 
 @dataclass
@@ -74,8 +59,7 @@ class GeneralSearch:
     judge: Judge
     _estimates: dict[Layout, float] = field(default_factory=dict)
     _frames: dict[tuple[Devices, int, int], Frame] = field(default_factory=dict)
-    _longer: dict[tuple[Devices, ...], dict[int, float]] = field(default_factory=dict)
-    _left: int = _WORK
+    _grids: dict[tuple[Devices, int, int, int], Grid] = field(default_factory=dict)
 
     def run(self, known: Iterable[Layout]) -> None:
         """Search.
@@ -90,15 +74,7 @@ class GeneralSearch:
             self._look_closely(count)
         for layout in self._on_different_devices(self._ranked(), _CLIMBED):
             self._estimate(climb(self.problem, layout))
-        simulated = self._simulate_best(self._estimates, _WORK // 3, _LEAST_STARTS)
-        small = self.problem.num_layers * self.problem.num_devices <= _SMALL
-        starts: dict[Hashable, tuple[float, Layout]] = {}
-        for seconds, layout in simulated:
-            starts.setdefault((layout.devices, layout.micro_batches), (seconds, layout))
-        most = _SMALL_STARTS if small else _STARTS
-        for number, (seconds, layout) in enumerate([*starts.values()][:most]):
-            if number == 0 or self._left > 0:
-                self._improve(layout, seconds)
+        LocalSearch(self.problem, self.judge).run(self._estimates)
 
     def _scout(self) -> None:
         """Every M that can be good, those that look good first."""
@@ -125,7 +101,7 @@ class GeneralSearch:
             return
         middle = (0, problem.num_layers // 2, problem.num_layers)
         order = device_orders(problem.cluster)[0]
-        for count in sorted(self._good_counts()):
+        for count in self._best_counts():
             layouts = [
                 Layout(middle, pack(order, (first, devices - first)), count)
                 for first in range(1, devices)
@@ -142,11 +118,19 @@ class GeneralSearch:
     def _scout_count(self, count: int) -> None:
         order = device_orders(self.problem.cluster)[0]
         marks = choose_marks(self.problem.tables(count), self._most_marks(_SCOUT_MARKS))
-        grid = make_grid(self.problem, self._frame(order, count), count, marks, 1)
-        self._try(grid, _SCOUT_VALUES)
+        grid = self._grid(self._frame(order, count), count, marks, 1)
+        self._polish(self._try(grid, _SCOUT_VALUES), roughly=True)
 
-    def _try(self, grid: Grid, values: int, polished: int = _POLISHED) -> list[Layout]:
-        """What the dynamic programme finds, and the best of it with better cuts."""
+    def _grid(self, frame: Frame, count: int, marks: Ints, in_flight: int) -> Grid:
+        key = frame.order, count, len(marks), in_flight
+        found = self._grids.get(key)
+        if found is None:
+            found = make_grid(self.problem, frame, count, marks, in_flight)
+            self._grids[key] = found
+        return found
+
+    def _try(self, grid: Grid, values: int) -> list[Layout]:
+        """What the dynamic programme finds."""
         # Under policy B a stage may run ahead of its transfers.
         attachments = (False, True) if self.problem.warmup == "A" else (False,)
         found = [
@@ -155,13 +139,21 @@ class GeneralSearch:
             for layout in trade_off(grid, self._limit, attached, values)
         ]
         self._estimate(found)
-        variants = {variant for layout in found for variant in self.problem.variants(layout)}
-        known = sorted((self._estimates[v], v) for v in variants if v in self._estimates)
-        ranked = [layout for _, layout in known]
-        for layout in self._on_different_devices(ranked, polished):
-            policies = self.problem.policies(layout)
-            self._estimate([better_cuts(self.problem, layout, policies)[1]])
         return found
+
+    def _polish(self, found: Iterable[Layout], roughly: bool = False) -> None:
+        """Better cuts for the best on different devices; roughly: one at a time, in a few rounds."""
+        problem = self.problem
+        variants = {variant for layout in found for variant in problem.variants(layout)}
+        known = sorted((self._estimates[v], v) for v in variants if v in self._estimates)
+        best = self._on_different_devices((layout for _, layout in known), _POLISHED)
+        best = [layout for layout in best if layout.num_stages > 1]
+        if roughly and best:
+            policies = problem.policies(best[0])
+            better = better_cuts_of_all(problem, best, policies, _ROUGH_ROUNDS)
+        else:
+            better = [better_cuts(problem, layout, problem.policies(layout)) for layout in best]
+        self._estimate(layout for _, layout in better)
 
     def _on_different_devices(self, ranked: Iterable[Layout], most: int) -> list[Layout]:
         firsts: dict[tuple[Devices, ...], Layout] = {}
@@ -179,12 +171,13 @@ class GeneralSearch:
         for number, order in enumerate(device_orders(self.problem.cluster)):
             frame = self._frame(order, count)
             for in_flight in _IN_FLIGHT:
-                grid = make_grid(self.problem, frame, count, marks, in_flight)
+                grid = self._grid(frame, count, marks, in_flight)
                 found = self._try(grid, _VALUES)
+                self._polish(found)
                 for option in grid.options if number == 0 and in_flight == 1 else ():
                     if frame.widths[option] in _EQUAL:
                         equal = replace(grid, options=np.array([option]))
-                        self._try(equal, _SCOUT_VALUES, polished=0)
+                        self._try(equal, _SCOUT_VALUES)
                 if not any(self._is_short_of_memory(layout) for layout in found):
                     break
 
@@ -215,62 +208,8 @@ class GeneralSearch:
     def _estimate(self, layouts: Iterable[Layout]) -> None:
         for layout in layouts:
             for variant in self.problem.variants(layout):
-                seconds = None if variant in self._estimates else self._guess(variant)
+                seconds = (
+                    None if variant in self._estimates else guess_seconds(self.problem, variant)
+                )
                 if seconds is not None:
                     self._estimates[variant] = seconds
-
-    def _guess(self, layout: Layout) -> float | None:
-        if layout.recompute or layout.shard:
-            stages = self.problem.fit(layout, "dapple")
-            if isinstance(stages, Refusal):
-                return None
-            warmup, again = [s.warmup for s in stages], [bool(s.recompute) for s in stages]
-            return estimate_seconds(self.problem, layout, warmup, again)
-        guessed = self.problem.guess_warmup(layout)
-        return None if guessed is None else estimate_seconds(self.problem, layout, guessed)
-
-    def _simulate_best(
-        self, guesses: Mapping[Layout, float], work: int, least: int
-    ) -> list[tuple[float, Layout]]:
-        """Simulate the best guesses, at least a few, as far as the work suffices; best first.
-
-        Contention makes steps longer than guessed, much the same for all plans on the same
-        devices with the same M. So what was seen of the others corrects a guess.
-        """
-        results: list[tuple[float, Layout]] = []
-        left = dict(guesses)
-        while left:
-            layout = min(left, key=lambda other: (left[other] * self._longer_than(other), other))
-            guess = left.pop(layout)
-            cost = _OVERHEAD + 2 * layout.micro_batches * sum(map(len, layout.devices))
-            if cost > work and len(results) >= least:
-                break
-            work -= cost
-            self._left -= cost
-            seconds = self.judge.seconds(layout)
-            if seconds is not None:
-                results.append((seconds, layout))
-                longer = self._longer.setdefault(layout.devices, {})
-                longer[layout.micro_batches] = seconds / guess if guess else 1.0
-        return sorted(results)
-
-    def _longer_than(self, layout: Layout) -> float:
-        """The last simulated step of plans like this one over its guess."""
-        seen = self._longer.get(layout.devices)
-        if seen is None:
-            return 1.0
-        return seen.get(layout.micro_batches) or min(seen.values())
-
-    def _improve(self, layout: Layout, seconds: float) -> None:
-        rounds = 0
-        while self._left > 0 or rounds < _LEAST_ROUNDS:
-            rounds += 1
-            nearby = neighbours(self.problem, layout, slowest_stages(self.problem, layout))
-            nearby += [other for _, other in changed(self.problem, layout)]
-            guesses = {other: self._guess(other) for other in nearby}
-            known = {other: guess for other, guess in guesses.items() if guess is not None}
-            known = {other: guess for other, guess in known.items() if guess < seconds}
-            best = self._simulate_best(known, self._left // 6, _LEAST_TRIES)[:1]
-            if not best or best[0][0] >= seconds * (1 - 1e-9):
-                return
-            seconds, layout = best[0]

@@ -30,7 +30,7 @@ def neighbours(problem: Problem, layout: Layout, focus: Sequence[int]) -> list[L
         focus: stages to change; all of them, or the slowest ones of a long pipeline.
     """
     found: dict[Layout, None] = {}
-    for change in (_moved_cuts, moved_devices, _merged, _split, _unrolled):
+    for change in (_moved_cuts, moved_devices, other_lengths):
         found.update(dict.fromkeys(change(problem, layout, focus)))
     found.update(dict.fromkeys(_placed(problem, layout)))
     found.update(dict.fromkeys(other_counts(problem, layout)))
@@ -83,6 +83,12 @@ def moved_devices(problem: Problem, layout: Layout, focus: Sequence[int]) -> Ite
             yield _with_counts(layout, order, counts, {stage: 1})
         if counts[stage] > 1:
             yield _with_counts(layout, order, counts, {stage: -1})
+
+
+def other_lengths(problem: Problem, layout: Layout, focus: Sequence[int]) -> Iterator[Layout]:
+    """More or fewer stages."""
+    for change in (_merged, _split, _unrolled):
+        yield from change(problem, layout, focus)
 
 
 def _merged(problem: Problem, layout: Layout, focus: Sequence[int]) -> Iterator[Layout]:

@@ -1,0 +1,135 @@
+"""From estimates to steps: the best are simulated, and changed a little while that helps."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from dapple.planner.climb import changed, reshaped
+from dapple.planner.estimate import estimate_seconds, slowest_stages
+from dapple.planner.neighbours import neighbours
+from dapple.planner.problem import Layout, Problem
+from dapple.planner.refusal import Refusal
+from dapple.planner.traffic import Devices
+
+_STARTS, _SMALL_STARTS, _SMALL = 3, 8, 100
+"""Simulated layouts that are improved; more of them up to so many layers x devices."""
+_WORK = 150_000
+"""Simulated computations that a search may spend; a third of them before the local changes."""
+_LEAST_STARTS, _LEAST_TRIES, _LEAST_ROUNDS = 6, 2, 2
+"""How many are simulated at least, however long it takes: to begin with, per round, rounds."""
+_COSTLY = 30_000
+"""Computations beyond which a layout is not simulated just to have simulated a few."""
+_OVERHEAD = 2_000
+"""What the start of a simulation costs, in computations."""
+
+
+class Judge(Protocol):
+    """Whoever simulates layouts and remembers the best."""
+
+    def seconds(self, layout: Layout) -> float | None:
+        """The simulated step of a layout, or None if it does not fit."""
+
+
+@dataclass
+class LocalSearch:
+    """One search; `judge` keeps its results."""
+
+    problem: Problem
+    judge: Judge
+    _longer: dict[tuple[Devices, ...], dict[int, float]] = field(default_factory=dict)
+    _left: int = _WORK
+
+    def run(self, estimates: Mapping[Layout, float]) -> None:
+        """Simulate the best, and improve the best of these on different devices or with other M.
+
+        Args:
+            estimates: seconds of the layouts to begin with.
+        """
+        simulated = self._simulate_best(estimates, _WORK // 3, _LEAST_STARTS)
+        small = self.problem.num_layers * self.problem.num_devices <= _SMALL
+        starts: dict[Hashable, tuple[float, Layout]] = {}
+        for seconds, layout in simulated:
+            starts.setdefault((layout.devices, layout.micro_batches), (seconds, layout))
+        most = _SMALL_STARTS if small else _STARTS
+        for number, (seconds, layout) in enumerate([*starts.values()][:most]):
+            if number == 0 or self._left > 0:
+                self._improve(layout, seconds)
+
+    def _simulate_best(
+        self, guesses: Mapping[Layout, float], work: int, least: int
+    ) -> list[tuple[float, Layout]]:
+        """Simulate the best guesses, at least a few, as far as the work suffices; best first.
+
+        Contention makes steps longer than guessed, much the same for all plans on the same
+        devices with the same M. So what was seen of the others corrects a guess.
+        """
+        results: list[tuple[float, Layout]] = []
+        left = dict(guesses)
+        while left:
+            layout = min(left, key=lambda other: (left[other] * self._longer_than(other), other))
+            guess = left.pop(layout)
+            cost = _OVERHEAD + 2 * layout.micro_batches * self._units(layout)
+            if cost > work:
+                if len(results) >= least:
+                    break
+                if cost > _COSTLY and (results or left):
+                    continue
+            work -= cost
+            self._left -= cost
+            seconds = self.judge.seconds(layout)
+            if seconds is not None:
+                results.append((seconds, layout))
+                longer = self._longer.setdefault(layout.devices, {})
+                longer[layout.micro_batches] = seconds / guess if guess else 1.0
+        return sorted(results)
+
+    def _units(self, layout: Layout) -> int:
+        """How many replicas are simulated: of equal ones one, where rows and machines divide evenly."""
+        rows, machine = (
+            self.problem.tables(layout.micro_batches).first_rows,
+            self.problem.symmetry.period,
+        )
+        alike = bool(machine) and all(
+            rows % len(devices) == 0
+            and devices[-1] - devices[0] == len(devices) - 1
+            and (len(devices) % machine == 0 or machine % len(devices) == 0)
+            and devices[0] % min(len(devices), machine) == 0
+            for devices in layout.devices
+        )
+        return 4 * layout.num_stages if alike else sum(map(len, layout.devices))
+
+    def _longer_than(self, layout: Layout) -> float:
+        """The last simulated step of plans like this one over its guess."""
+        seen = self._longer.get(layout.devices)
+        if seen is None:
+            return 1.0
+        return seen.get(layout.micro_batches) or min(seen.values())
+
+    def _improve(self, layout: Layout, seconds: float) -> None:
+        rounds = 0
+        while self._left > 0 or rounds < _LEAST_ROUNDS:
+            rounds += 1
+            nearby = neighbours(self.problem, layout, slowest_stages(self.problem, layout))
+            nearby += [other for _, other in changed(self.problem, layout)]
+            nearby += [other for _, other in reshaped(self.problem, layout)]
+            guesses = {other: guess_seconds(self.problem, other) for other in nearby}
+            known = {other: guess for other, guess in guesses.items() if guess is not None}
+            known = {other: guess for other, guess in known.items() if guess < seconds}
+            best = self._simulate_best(known, self._left // 6, _LEAST_TRIES)[:1]
+            if not best or best[0][0] >= seconds * (1 - 1e-9):
+                return
+            seconds, layout = best[0]
+
+
+def guess_seconds(problem: Problem, layout: Layout) -> float | None:
+    """The estimate of a layout with the warm-up that fits; None: it does not fit."""
+    if layout.recompute or layout.shard:
+        stages = problem.fit(layout, "dapple")
+        if isinstance(stages, Refusal):
+            return None
+        warmup, again = [s.warmup for s in stages], [bool(s.recompute) for s in stages]
+        return estimate_seconds(problem, layout, warmup, again)
+    guessed = problem.guess_warmup(layout)
+    return None if guessed is None else estimate_seconds(problem, layout, guessed)
