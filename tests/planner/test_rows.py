@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -19,6 +20,7 @@ from dapple.planner.explain import explain
 from dapple.planner.mixed import speed_units
 from dapple.planner.problem import Layout, Problem
 from dapple.planner.refusal import Refusal
+from dapple.planner.whole_rows import least_times
 from dapple.records import LayerProfile, ModelProfile, TensorProfile
 from tests.planner.instances import random_profile
 from tests.planner.strategies import MIB, clusters, profiles
@@ -89,6 +91,27 @@ def test_units_of_speed_are_never_slower_than_the_devices(speeds: list[float]) -
     for speed, count in zip(speeds, units.of_device, strict=True):
         assert speed <= count * units.size * (1 + 1e-9)
         assert sum(units.of_device) * units.size <= sum(speeds) + len(speeds) * max(speeds) / 8
+
+
+@given(st.lists(st.sampled_from([1, 2, 3, 5]), min_size=1, max_size=4), st.integers(1, 7))
+def test_whole_rows_take_at_least_so_long(units: list[int], rows: int) -> None:
+    """By the units of a stage: never more than any devices with so many need, and most often that."""
+    found = least_times(Counter(units), rows)
+    for together in range(sum(units) + 1):
+        best = min(
+            (
+                max(n / q for n, q in zip(split, stage, strict=True))
+                for count in range(1, len(units) + 1)
+                for stage in itertools.combinations(units, count)
+                if sum(stage) <= together
+                for split in itertools.product(range(rows + 1), repeat=count)
+                if sum(split) == rows
+            ),
+            default=float("inf"),
+        )
+        assert found[together] <= best * (1 + 1e-12)
+        if best <= 24 / max(units):
+            assert found[together] == pytest.approx(best)
 
 
 def test_one_stage_on_two_devices_takes_their_common_speed() -> None:

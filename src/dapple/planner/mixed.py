@@ -1,14 +1,16 @@
 """What some replica of a stage does at least where devices differ in speed.
 
 Speeds are counted in units, each device's rounded up, so that a stage takes some units of the
-cluster's. Of its replicas, whichever way the rows are split, one has at least its share by speed:
-v of V units and of all rows. Other replicas, on the way of a micro-batch, have at least the whole
-rows of an even split or of one in proportion to speed, the two that a search looks at.
+cluster's. Of its replicas, whichever way the rows are split, one has at least its share by speed, v
+of V units and of all rows; and one, perhaps another, of every micro-batch what whole rows leave it
+(`whole_rows`). Other replicas, on the way of a micro-batch, have at least the whole rows of an even
+split or of one in proportion to speed, the two that a search looks at.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -18,14 +20,13 @@ from dapple.planner.problem import Problem
 from dapple.planner.shares import Shares, row_ranges, shares
 from dapple.planner.tables import Ints, all_at
 from dapple.planner.traffic import Floats
+from dapple.planner.whole_rows import least_times
 from dapple.records import MOST_MICRO_BATCHES
 
 _FINEST = 8
 """Most units of the fastest device."""
-_LEVELS = 160
-"""About so many sizes of stages are told apart."""
-_SHARES = 64
-"""Most shares that are told apart."""
+_LEVELS = 96
+"""About so many sizes of stages are told apart, half of them small ones."""
 _WIDE = 1.06
 """The greatest M of a range over the least."""
 _POINTS = 24
@@ -81,12 +82,13 @@ def all_shares(problem: Problem, low: int, high: int) -> Shares:
         return shares(problem, low, high)
     speeds, units = [kind.speed for kind in problem.cluster.kind_of_device()], units_of(problem)
     times, kinds = _Times(problem), sorted(set(zip(speeds, units.of_device, strict=True)))
+    soonest = least_times(Counter(units.of_device), -(-problem.global_batch_size // high))
     found = [
-        _share(problem, times, kinds, (units.size, least, top), (low, high))
+        _share(problem, times, kinds, (units.size, least, top, soonest[top]), (low, high))
         for least, top in _levels(units.total)
         if top >= min(units.of_device)
     ]
-    return _packed(_merged(found), low, high)
+    return _packed(found, low, high)
 
 
 def ranges(problem: Problem) -> list[tuple[int, int]]:
@@ -106,11 +108,13 @@ def ranges(problem: Problem) -> list[tuple[int, int]]:
 
 
 def _levels(total: int) -> Iterator[tuple[int, int]]:
-    """Ranges of units that together are 1..total, most of them of one."""
-    grown = np.geomspace(1, total, _LEVELS).round().astype(int)
-    ends = np.unique([*range(1, min(total, _LEVELS) + 1), *grown]).tolist()
+    """Ranges of units that together are 1..total: of one, or on large clusters ever wider."""
+    ends = np.arange(1, total + 1)
+    if total > _LEVELS:
+        few = _LEVELS // 2
+        ends = np.unique([*ends[:few], *np.geomspace(few, total, few).round().astype(int)])
     before = 0
-    for end in ends:
+    for end in ends.tolist():
         yield before + 1, end
         before = end
 
@@ -127,25 +131,6 @@ class _Share:
     backward: Floats
     work: Floats
     last_backward: Floats
-
-
-def _merged(found: Sequence[_Share]) -> list[_Share]:
-    """At most about `_SHARES`: neighbours as one that does no more than any."""
-    size = -(-len(found) // _SHARES)
-    return [_least(found[n : n + size]) for n in range(0, len(found), size)]
-
-
-def _least(group: Sequence[_Share]) -> _Share:
-    return _Share(
-        width=min(share.width for share in group),
-        most_width=max(share.most_width for share in group),
-        units=min(share.units for share in group),
-        held_rows=min(share.held_rows for share in group),
-        forward=np.minimum.reduce([share.forward for share in group]),
-        backward=np.minimum.reduce([share.backward for share in group]),
-        work=np.minimum.reduce([share.work for share in group]),
-        last_backward=np.maximum.reduce([share.last_backward for share in group]),
-    )
 
 
 def _packed(found: Sequence[_Share], low: int, high: int) -> Shares:
@@ -211,7 +196,7 @@ def _share(
     problem: Problem,
     times: _Times,
     kinds: list[tuple[float, int]],
-    level: tuple[float, int, int],
+    level: tuple[float, int, int, float],
     counts: tuple[int, int],
 ) -> _Share:
     """The share of a stage that takes `least` to `most` units.
@@ -220,27 +205,33 @@ def _share(
         problem: what is planned.
         times: of the layers.
         kinds: speeds and units of devices.
-        level: speed of a unit, least and most of them.
+        level: speed of a unit, least and most of them, and the least rows per unit on some replica.
         counts: least and most M.
     """
-    (size, least, most), (low, high), batch = level, counts, problem.global_batch_size
+    (size, least, most, soonest), (low, high), batch = level, counts, problem.global_batch_size
     slowest, fastest = min(n for _, n in kinds), max(n for _, n in kinds)
     uneven = int(low != high or batch % low > 0)
     first_rows = -(-batch // high)
-    forward, backward, work = (np.full(problem.num_layers, np.inf) for _ in range(3))
-    last_backward = np.zeros(problem.num_layers)
+    forward, backward = (np.full(problem.num_layers, np.inf) for _ in range(2))
+    # One replica has its share of all rows, and one, perhaps another, its whole rows of each micro-batch.
+    busiest = [[np.full(problem.num_layers, np.inf), np.zeros(problem.num_layers)] for _ in "ab"]
     for speed, own in kinds:
         if own > most:
             continue
-        rows = batch * own / most
-        done, until = _least_work(times, rows, problem, counts)
-        work = np.minimum(work, done / (own * size))
-        last_backward = np.maximum(last_backward, times.ways(until)[1] / (own * size))
+        whole = max(1, math.ceil(soonest * own - 1e-9))
+        both_ways = (
+            _least_work(times, batch * own / most, batch, counts),
+            (_of_micro_batches(times, whole, batch, counts), whole),
+        )
+        for found, (work, until) in zip(busiest, both_ways, strict=True):
+            found[0] = np.minimum(found[0], work / (own * size))
+            found[1] = np.maximum(found[1], times.ways(until)[1] / (own * size))
         in_proportion = int(first_rows * speed / (most * size) * (1 - 1e-9)) - uneven
         evenly = batch // high // (1 + (most - own) // slowest)
         ways = times.ways(max(1, min(in_proportion, evenly)))
         forward = np.minimum(forward, ways[0] / speed)
         backward = np.minimum(backward, ways[1] / speed)
+    work, last_backward = max(busiest, key=lambda found: float(found[0].sum()))
     quickest = max(speed for speed, _ in kinds)
     width, most_width = -(-least // fastest), min(problem.num_devices, max(1, most // slowest))
     return _Share(
@@ -256,7 +247,7 @@ def _share(
 
 
 def _least_work(
-    times: _Times, rows: float, problem: Problem, counts: tuple[int, int]
+    times: _Times, rows: float, batch: int, counts: tuple[int, int]
 ) -> tuple[Floats, int]:
     """A replica's least seconds for so many rows of the step, per layer, at speed 1.
 
@@ -267,16 +258,24 @@ def _least_work(
         Shape (N,), and the rows of a micro-batch beyond which its work without the last
         backward is more than that.
     """
-    (low, high), batch = counts, problem.global_batch_size
+    low, high = counts
     smaller = int(low != high or batch % low > 0)
-    first = batch % low if low == high else 0
     begin, until = max(1, math.ceil(rows / high - 1e-9)), max(1, math.ceil(rows / low - 1e-9))
     points = times.points(begin, until + 1)
     least = low * times.both(until)
     for here, after in zip(points, [*points[1:], points[-1] + 1], strict=True):
         fewer = int(here) - smaller
-        of_batches = (low - first) * times.both(fewer) + first * times.both(int(here))
+        of_batches = _of_micro_batches(times, int(here), batch, counts)
         ends = {n for n in (fewer, int(here), int(after) - 1) if n > 0}
         at_best = np.minimum.reduce([times.both(n) / n for n in ends])
         least = np.minimum(least, np.maximum(of_batches, rows * at_best))
     return least, until
+
+
+def _of_micro_batches(times: _Times, rows: int, batch: int, counts: tuple[int, int]) -> Floats:
+    """Seconds of a replica with so many rows of the first micro-batch and at most one less of others."""
+    low, high = counts
+    smaller = int(low != high or batch % low > 0)
+    first = batch % low if low == high else 0
+    seconds: Floats = (low - first) * times.both(rows - smaller) + first * times.both(rows)
+    return seconds
