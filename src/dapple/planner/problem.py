@@ -180,7 +180,7 @@ class Problem:
         counts = _geometric_counts(self.global_batch_size)
         return tuple(count for count in counts if count <= MOST_MICRO_BATCHES)
 
-    @property
+    @cached_property
     def memory_is_known(self) -> bool:
         """Whether the profile says what every layer keeps for its backward."""
         return all(layer.saved_bytes is not None for layer in self.profile.layers)

@@ -41,6 +41,7 @@ class RowSplits:
         self._sizes = first_rows, last_rows
         self._proportional = proportional
         self._found: dict[Devices, Split] = {}
+        self._even: dict[int, tuple[Rows, Rows]] = {}
         self._loads: dict[Devices, list[tuple[int, int]]] = {}
 
     def of(self, devices: Devices) -> Split:
@@ -78,8 +79,14 @@ class RowSplits:
                 first = tuple(n for n in rows if n)
                 last = split_rows(self._sizes[1], len(devices), first)
                 return Split(devices, first, last, tuple(map(float, first)))
-        first, last = (split_rows(size, len(devices)) for size in self._sizes)
-        return Split(devices, first, last, None)
+        return Split(devices, *self._even_rows(len(devices)), None)
+
+    def _even_rows(self, replicas: int) -> tuple[Rows, Rows]:
+        found = self._even.get(replicas)
+        if found is None:
+            first, last = (split_rows(size, replicas) for size in self._sizes)
+            found = self._even[replicas] = first, last
+        return found
 
     def _differ(self, devices: Devices) -> bool:
         return len({self._kinds[device].speed for device in devices}) > 1

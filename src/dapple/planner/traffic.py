@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +16,7 @@ Floats = NDArray[np.float64]
 Devices = tuple[int, ...]
 Rows = tuple[int, ...]
 """Rows of a micro-batch per replica."""
+_overlaps = functools.lru_cache(maxsize=256)(overlaps)
 _FEW = 24
 """With so few replicas on both sides, flows are looked at one by one."""
 
@@ -32,6 +35,13 @@ class CutBytes:
 
     forward: MessageBytes
     backward: MessageBytes
+
+    @cached_property
+    def alike(self) -> bool:
+        """Whether gradients are as large as activations at every cut."""
+        there, back = self.forward, self.backward
+        rows = np.array_equal(there.per_row, back.per_row)
+        return rows and np.array_equal(there.fixed, back.fixed)
 
 
 def certain_bytes(profile: ModelProfile) -> CutBytes:
@@ -103,11 +113,14 @@ def slowest(
     else:
         loads = np.array(_distinct_loads(network, places, *ends, rows))
     most, messages, rate, latency = loads.T[:, :, None]
-    times = []
-    for size in (sizes.forward, sizes.backward):
+
+    def seconds(size: MessageBytes) -> Floats:
         sent = most * size.per_row + messages * size.fixed
-        times.append(np.where(sent > 0, latency + sent / rate, 0.0).max(axis=0))
-    return times[0], times[1]
+        longest: Floats = np.where(sent > 0, latency + sent / rate, 0.0).max(axis=0)
+        return longest
+
+    there = seconds(sizes.forward)
+    return there, there if sizes.alike else seconds(sizes.backward)
 
 
 def _distinct_loads(
@@ -151,7 +164,7 @@ def traffic(
 ) -> dict[tuple[int, int], Load]:
     """What one micro-batch puts on each flow (by replicas) and each card (by (-1, card))."""
     loads: dict[tuple[int, int], Load] = {}
-    for sender, receiver, count in overlaps(*rows):
+    for sender, receiver, count in _overlaps(*rows):
         route = network.route(senders[sender], receivers[receiver])
         loads[sender, receiver] = count, 1, route.rate, route.latency
         for card in (route.out_card, route.in_card):
