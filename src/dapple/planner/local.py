@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -39,6 +41,7 @@ class LocalSearch:
     problem: Problem
     judge: Judge
     _longer: dict[tuple[Devices, ...], dict[int, float]] = field(default_factory=dict)
+    _least_longer: dict[int, float] = field(default_factory=dict)
     _left: int = _WORK
 
     def run(self, estimates: Mapping[Layout, float]) -> None:
@@ -63,12 +66,16 @@ class LocalSearch:
         """Simulate the best guesses, at least a few, as far as the work suffices; best first.
 
         Contention makes steps longer than guessed, much the same for all plans on the same
-        devices with the same M. So what was seen of the others corrects a guess.
+        devices with the same M. So what was seen of the others corrects a guess. Slow links do so
+        the more, the more stages there are, so every second time that counts as well.
         """
         results: list[tuple[float, Layout]] = []
         left = dict(guesses)
-        while left:
-            layout = min(left, key=lambda other: (left[other] * self._longer_than(other), other))
+        for turn in itertools.count():
+            if not left:
+                break
+            longer = functools.partial(self._longer_than, alike=turn % 2 == 1)
+            layout = min(left, key=lambda other: (left[other] * longer(other), other))
             guess = left.pop(layout)
             cost = _OVERHEAD + 2 * layout.micro_batches * self._units(layout)
             if cost > work:
@@ -81,8 +88,10 @@ class LocalSearch:
             seconds = self.judge.seconds(layout)
             if seconds is not None:
                 results.append((seconds, layout))
-                longer = self._longer.setdefault(layout.devices, {})
-                longer[layout.micro_batches] = seconds / guess if guess else 1.0
+                ratio = seconds / guess if guess else 1.0
+                self._longer.setdefault(layout.devices, {})[layout.micro_batches] = ratio
+                alike = self._least_longer.get(layout.num_stages, ratio)
+                self._least_longer[layout.num_stages] = min(alike, ratio)
         return sorted(results)
 
     def _units(self, layout: Layout) -> int:
@@ -100,11 +109,15 @@ class LocalSearch:
         )
         return 4 * layout.num_stages if alike else sum(map(len, layout.devices))
 
-    def _longer_than(self, layout: Layout) -> float:
-        """The last simulated step of plans like this one over its guess."""
+    def _longer_than(self, layout: Layout, alike: bool) -> float:
+        """The last simulated step of plans like this one over its guess.
+
+        Args:
+            alike: of devices not seen yet, expect at least what all plans of as many stages took.
+        """
         seen = self._longer.get(layout.devices)
         if seen is None:
-            return 1.0
+            return self._least_longer.get(layout.num_stages, 1.0) if alike else 1.0
         return seen.get(layout.micro_batches) or min(seen.values())
 
     def _improve(self, layout: Layout, seconds: float) -> None:
