@@ -46,7 +46,7 @@ def test_no_plan_is_below_the_bound(
     found = all_shares(problem, low, high)
     assert meets(relax(problem, found), seconds)
     assert Demand.of(problem, found).meets(seconds)
-    assert lower_bound(problem, 2 * seconds) <= seconds * (1 + 1e-9)
+    assert lower_bound(problem, 2 * seconds, count) <= seconds * (1 + 1e-9)
 
 
 @settings(max_examples=40, deadline=None)
@@ -58,11 +58,13 @@ def test_bound_of_all_micro_batch_counts(
     problem = Problem(profile, cluster, batch)
     layout = Layout((0, problem.num_layers), ((0,),), 1)
     seconds = problem.step_seconds(layout.stages(), 1)
-    whole = lower_bound(problem, seconds)
+    whole = lower_bound(problem, seconds, 1)
     for count in range(1, batch + 1):
         size = -(-batch // count)
         if -(-batch // size) == count:
-            one = lower_bound(Problem(profile, cluster, batch, micro_batch_size=size), seconds)
+            one = lower_bound(
+                Problem(profile, cluster, batch, micro_batch_size=size), seconds, count
+            )
             assert whole <= one * 1.006 + 1e-12
 
 
@@ -108,7 +110,7 @@ def test_close_to_the_optimum_on_brute_forced_instances() -> None:
         cluster = random_cluster(rng, rng.randint(2, 5))
         best = brute_force(profile, cluster, 12, 2)
         assert best is not None
-        bound = lower_bound(Problem(profile, cluster, 12, micro_batch_size=2), best[0])
+        bound = lower_bound(Problem(profile, cluster, 12, micro_batch_size=2), best[0], 6)
         assert bound <= best[0]
         ratios.append(bound / best[0])
     assert statistics.mean(ratios) >= 0.95

@@ -11,7 +11,7 @@ from dapple.cluster import Cluster, DeviceKind, Link, Machines, preset
 from dapple.costs import CostModel
 from dapple.errors import MemoryPlanError
 from dapple.planner import make_plan
-from dapple.planner.warmup import tune_warmup
+from dapple.planner.warmup import raise_warmup, tune_warmup
 from dapple.records import LayerProfile, ModelProfile, StagePlan, TensorProfile
 from dapple.simulator import step_seconds
 from tests.planner.instances import MIB, random_cluster, random_profile
@@ -68,6 +68,28 @@ def test_counts_that_memory_makes_equal_are_spread_out() -> None:
     tuned, best = tune_warmup(stages, [4, 4, 4, 4], seconds)
     assert [stage.warmup for stage in tuned] == [4, 3, 2, 1]
     assert best < 0.7 * seconds(stages)
+
+
+def test_counts_are_raised_as_far_as_each_stage_has_room() -> None:
+    """Where a later stage holds fewer than the first, the ones behind it still do not take turns."""
+    stages = tuple(StagePlan(start=n, stop=n + 1, devices=(n,), warmup=1) for n in range(4))
+    profile, cluster = _slow_links()
+    model = CostModel(profile, cluster)
+
+    def seconds(tried: tuple[StagePlan, ...]) -> float:
+        return step_seconds(model, tried, 16, 16)
+
+    raised, best = raise_warmup(stages, [9, 4, 9, 9], seconds)
+    assert [stage.warmup for stage in raised] == [7, 4, 3, 1]
+    assert best < 0.9 * min(
+        seconds(
+            tuple(
+                stage.model_copy(update={"warmup": k})
+                for stage, k in zip(stages, counts, strict=True)
+            )
+        )
+        for counts in ([2, 2, 2, 2], [9, 4, 4, 4])
+    )
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -27,25 +27,26 @@ from dapple.planner.mixed import all_shares, ranges, units_of
 from dapple.planner.problem import Problem
 from dapple.planner.relaxed import meets, relax
 
-_CLOSE = 1.005
+_CLOSE = 1.002
 """The bound is found up to this factor."""
 _SMALL = 1_000
 """Devices x layers up to which the replicas of the last stage are part of the state."""
 
 
-def lower_bound(problem: Problem, step_seconds: float) -> float:
+def lower_bound(problem: Problem, step_seconds: float, micro_batches: int) -> float:
     """Seconds below which no plan's step can lie.
 
     Args:
         problem: profile, cluster and batch; with a given micro-batch size M is given too.
         step_seconds: the step of some plan; the bound is never above.
+        micro_batches: M of that plan. Its range is looked at first, since it probably decides.
     """
     checks = [_Check(problem, low, high, step_seconds) for low, high in ranges(problem)]
+    checks.sort(key=lambda check: (not check.holds(micro_batches), check.least))
     bound = step_seconds
-    for check in sorted(checks, key=lambda check: check.least):
-        if check.least >= bound:
-            break
-        bound = check.lowered(bound)
+    for check in checks:
+        if check.least < bound:
+            bound = check.lowered(bound)
     return bound
 
 
@@ -67,6 +68,10 @@ class _Check:
         tables, speed = problem.tables(high), max(k.speed for k in problem.cluster.kind_of_device())
         fluid = Fluid.of(self._found, speed, bool(tables.linked[1:-1].all()))
         self.least = fluid.least_seconds(units_of(problem).total, most)
+
+    def holds(self, micro_batches: int) -> bool:
+        """Whether this M is in the range."""
+        return self._found.low <= micro_batches <= self._found.high
 
     @cached_property
     def _meets(self) -> Callable[[float], bool]:

@@ -14,7 +14,7 @@ from dapple.planner.estimate import estimate_seconds
 from dapple.planner.exact import families, in_order
 from dapple.planner.problem import Layout, Problem
 from dapple.planner.refusal import Refusal
-from dapple.planner.warmup import tune_warmup
+from dapple.planner.warmup import raise_warmup, tune_warmup
 from dapple.records import StagePlan
 
 _LAYOUT_LIMIT = 20_000
@@ -24,8 +24,8 @@ _LONG = 20_000
 """Computations of a baseline that is simulated last, and only if it can still win."""
 _TOLD = ("dp", "straight")
 """Baselines whose step is told beside the winner's, whether it can win or not."""
-_TUNED = 100_000
-"""Stages x computations of the longest pipelines whose warm-up is tuned."""
+_RAISED, _TUNED = 1_000_000, 100_000
+"""Stages x computations of the longest pipelines whose warm-up is raised, and lowered again."""
 _SAME = 1e-9
 """Steps closer than this, relatively, are equal; then fewer stages win."""
 
@@ -116,9 +116,10 @@ class Contest:
         if best is None or best.layout.num_stages == 1 or not self.problem.tunes_warmup:
             return
         count = best.layout.micro_batches
-        if best.layout.num_stages * count * sum(map(len, best.layout.devices)) > _TUNED:
+        size = best.layout.num_stages * count * sum(map(len, best.layout.devices))
+        if size > _RAISED:
             return
-        stages, seconds = tune_warmup(
+        stages, seconds = (tune_warmup if size <= _TUNED else raise_warmup)(
             best.stages,
             self.problem.most_in_flight(best.stages, count),
             lambda stages: self.problem.step_seconds(stages, count),

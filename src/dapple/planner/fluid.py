@@ -1,14 +1,15 @@
 """Devices that any plan needs for a step of T seconds, as if every layer had devices of its own.
 
-A stage s of n devices whose first replica works W seconds, p seconds after the step's begin and
-before its end, needs W + p <= T. So its layers need n W_l / (T - p) devices between them, and with
-p_l, one micro-batch's way through all layers before l, of which at most b T lie in l's own stage,
+A stage of n devices whose first replica works W = sum_l W_l seconds, p seconds after the step's begin
+and before its end, needs W + p <= T, so n >= sum_l n W_l f(p) with f(p) = 1 / (T - p). With p_l, a
+micro-batch's way through all layers before l, and a micro-batch's share b of the work, p_l - p is at
+most b T, and on average over the stage's work at most b T / 2. Tangents of f at z_l, which is about
+b T / 2 before the quickest way q_l to the layer, give
 
-    G >= sum_l n W_l / (T - max(0, p_l - b T))
+    G >= sum_l n W_l [ f(z_l) + f'(z_l) (p_l - q_l) ]
 
-Each term is convex in p_l. A tangent where all layers before l are at their quickest makes the sum
-one over layers, each with the share that suits it best: a fast look at whether T can be met at all,
-and at what is missing behind every cut.
+where each layer may have the share that suits it best: a fast look at whether T can be met at all,
+and at what the layers behind every cut need.
 """
 
 from __future__ import annotations
@@ -91,11 +92,13 @@ class Fluid:
         """
         costs = np.where(self.work <= target * (1 + _SLACK), self.device_seconds, np.inf)
         cheapest = costs.min(axis=0)
-        before = np.maximum(self.quickest[:-1] - self.own * target, 0.0)
-        left = target - before - delays[:, None]
-        each = 1 / np.maximum(left, target * 1e-12 + 1e-300)
-        rises = (before > 0) & np.isfinite(cheapest)
-        slope = np.where(rises, np.where(rises, cheapest, 0.0) * each * each, 0.0)
+        cheapest = np.where(np.isfinite(cheapest), cheapest, 0.0)
+        least = target * 1e-12 + 1e-300
+        ways, own = self.quickest[:-1] + delays[:, None], self.own * target
+        # The average counts with f', which differs by this factor within a stage.
+        differs = (1 + own / np.maximum(target - ways.max(axis=1, keepdims=True), least)) ** 2
+        each = 1 / np.maximum(target - ways + own * np.minimum(differs / 2, 1.0), least)
+        slope = cheapest * each * each
         later = np.flip(prefix(np.flip(slope, axis=1)), axis=1)[:, 1:]
         terms = np.full_like(each, np.inf)
         for cost, extra in zip(costs, self.extra, strict=True):

@@ -191,7 +191,7 @@ def search(
     if planner in FORMULAS:
         notes += (_expected(problem, best.layout, planner, predicted.step_seconds),)
     if planner == "dapple" and options.certificate:
-        bound = lower_bound(problem, predicted.step_seconds)
+        bound = lower_bound(problem, predicted.step_seconds, plan.num_micro_batches)
         predicted = predicted.model_copy(update={"lower_bound_seconds": bound})
     plan = plan.model_copy(update={"predicted": predicted, "notes": notes})
     refusals = tuple(run.refusals[n] for n in run.refusals if n not in run.candidates)

@@ -18,10 +18,8 @@ def tune_warmup(
 ) -> tuple[tuple[StagePlan, ...], float]:
     """The smallest K_i per stage with which the simulated step is best.
 
-    First the best of the given counts, twice them, as many as memory holds, and counts that fall
-    evenly from those of the first stage: a stage that may run no further ahead than the next one
-    waits for it, a micro-batch at a time. Then, stage by stage from the last, the least count that
-    leaves the step as it is.
+    First `raise_warmup`. Then, stage by stage from the last, the least count that leaves the step
+    as it is.
 
     Args:
         stages: a plan's stages with the counts to start from.
@@ -31,19 +29,35 @@ def tune_warmup(
     Returns:
         The stages and their step in seconds.
     """
-    best, seconds = stages, step_seconds(stages)
-    given = [stage.warmup for stage in stages]
-    for counts in (given, [2 * count for count in given], most, falling_counts(most[0], len(most))):
-        raised = _with_counts(stages, _never_increasing(counts, most))
-        found = step_seconds(raised)
-        if found < seconds * (1 - _SAME):
-            best, seconds = raised, found
+    best, seconds = raise_warmup(stages, most, step_seconds)
     before = None
     while before != best:  # A count can be bounded by the next stage's until that is lowered.
         before = best
         for number in reversed(range(len(best))):
             best = _lowered(best, number, seconds, step_seconds)
     return best, step_seconds(best)
+
+
+def raise_warmup(
+    stages: tuple[StagePlan, ...], most: Sequence[int], step_seconds: Seconds
+) -> tuple[tuple[StagePlan, ...], float]:
+    """The best of a few K_i, in five simulations.
+
+    The given counts, twice them, as many as memory holds, and counts that fall evenly, or as fast
+    as memory makes them, from those of the first stage: a stage that may run no further ahead than
+    the next one waits for it, a micro-batch at a time.
+
+    Args, Returns: as `tune_warmup`.
+    """
+    best, seconds = stages, step_seconds(stages)
+    given = [stage.warmup for stage in stages]
+    falling = falling_counts(most[0], len(most))
+    for counts in ([2 * k for k in given], most, falling, steep_counts(most)):
+        raised = _with_counts(stages, _never_increasing(counts, most))
+        found = step_seconds(raised)
+        if found < seconds * (1 - _SAME):
+            best, seconds = raised, found
+    return best, seconds
 
 
 def _lowered(
@@ -76,6 +90,19 @@ def falling_counts(first: Count, stages: int) -> list[Count]:
     """
     last = max(stages - 1, 1)
     return [1 + -(-(first - 1) * (last - number) // last) for number in range(stages)]
+
+
+def steep_counts(most: Sequence[int]) -> list[int]:
+    """As many as fit of policy B's counts, with each stage's at least one below the one before.
+
+    >>> steep_counts([9, 4, 9, 9])
+    [7, 4, 3, 1]
+    """
+    counts: list[int] = []
+    for number, room in enumerate(most):
+        below = counts[-1] - 1 if counts else room
+        counts.append(max(1, min(room, below, 2 * (len(most) - number) - 1)))
+    return counts
 
 
 def _never_increasing(counts: Sequence[int], most: Sequence[int]) -> list[int]:
