@@ -15,14 +15,21 @@ from tests.runtime import cases
 from tests.runtime.threads import on_ranks
 
 
-def test_a_compiled_stage_trains_and_evaluates_like_a_plain_one() -> None:
-    """Across a cut, in batches of other sizes too, and without compiling again for each."""
-    graph, example = cases.build("mlp"), cases.EXAMPLES["mlp"]
-    compilations = []
+def counting(compilations: list[int]) -> Any:
+    """A backend that notes what it compiles."""
 
     def backend(module: Any, inputs: Any) -> Any:
         compilations.append(len(inputs))
         return torch._dynamo.lookup_backend("aot_eager")(module, inputs)
+
+    return backend
+
+
+def test_a_compiled_stage_trains_and_evaluates_like_a_plain_one() -> None:
+    """Across a cut, in batches of other sizes too, and without compiling again for each."""
+    graph, example = cases.build("mlp"), cases.EXAMPLES["mlp"]
+    compilations: list[int] = []
+    backend = counting(compilations)
 
     def work(trainer: Trainer) -> Any:
         for step, rows in enumerate((12, 31)):
@@ -36,6 +43,23 @@ def test_a_compiled_stage_trains_and_evaluates_like_a_plain_one() -> None:
     weights = {name: value for state, _ in plain for name, value in state.items()}
     assert cases.global_error([state for state, _ in found], weights) < cases.TOLERANCE
     assert [loss for _, loss in found] == pytest.approx([plain[0][1]] * 2, rel=1e-12)
+
+
+def test_virtual_stages_are_compiled_each() -> None:
+    """Two of a rank train as uncompiled ones do."""
+    graph, example = cases.build("mlp"), cases.EXAMPLES["mlp"]
+    plan = cases.make_plan(graph, (1, 1), 12, 3, schedule="interleaved", virtual=2)
+
+    def work(trainer: Trainer) -> Any:
+        trainer.step(*example.batch(12, 0))
+        return trainer.state_dict()
+
+    plain = on_ranks(graph, plan, work)
+    weights = {name: value for state in plain for name, value in state.items()}
+    compilations: list[int] = []
+    found = on_ranks(graph, plan, work, compile={"backend": counting(compilations)})
+    assert len(compilations) == 4
+    assert cases.global_error(found, weights) < cases.TOLERANCE
 
 
 def broken(module: Any, inputs: Any) -> Any:

@@ -27,18 +27,20 @@ def picked(value: Any, rows: list[int]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "replicas", "rows", "micro_batches"),
+    ("name", "replicas", "rows", "micro_batches", "changes"),
     [
-        ("gpt", (2, 3), 13, 4),
-        ("skip", (1, 1, 2), 5, 3),
-        ("mlp", (3,), 7, 2),
-        ("inside", (2, 1), 6, 2),
+        ("gpt", (2, 3), 13, 4, {}),
+        ("skip", (1, 1, 2), 5, 3, {}),
+        ("mlp", (3,), 7, 2, {}),
+        ("inside", (2, 1), 6, 2, {}),
+        ("gpt", (2, 1), 13, 4, {"schedule": "interleaved", "virtual": 2}),
+        ("skip", (1, 2), 3, 4, {"schedule": "interleaved", "virtual": 2}),
     ],
 )
 def test_own_rows_give_bitwise_what_the_whole_batch_gives(
-    name: str, replicas: tuple[int, ...], rows: int, micro_batches: int
+    name: str, replicas: tuple[int, ...], rows: int, micro_batches: int, changes: dict[str, Any]
 ) -> None:
-    """Training and evaluation, with weights that depend on inputs and targets."""
+    """Training and evaluation, with weights that depend on inputs and targets; virtual stages too."""
     graph, example = cases.build(name), cases.EXAMPLES[name]
     inputs, targets = example.batch(rows, 0)
 
@@ -55,7 +57,7 @@ def test_own_rows_give_bitwise_what_the_whole_batch_gives(
 
         return on_rank
 
-    plan = cases.make_plan(graph, replicas, rows, micro_batches)
+    plan = cases.make_plan(graph, replicas, rows, micro_batches, **changes)
     whole, parts = (on_ranks(graph, plan, work(o), weight=example.weight) for o in (False, True))
     for one, other in zip(whole, parts, strict=True):
         assert one[:2] == other[:2]

@@ -40,9 +40,16 @@ class DeferredGradients:
         """The backward of a micro-batch has ended: what was left belongs to it."""
         self._closed[micro_batch], self._open = self._open, []
 
+    def forget(self) -> None:
+        """Nothing is left of a step that did not end."""
+        self._open.clear()
+        self._closed.clear()
+
     def run(self, micro_batch: int) -> None:
         """Compute what a micro-batch has left; `.grad` accumulates it, and hooks run as always."""
         found = [pair for gradients in self._closed.pop(micro_batch) for pair in gradients()]
+        # The stage's graph is as it was built: what the user froze since then is still in it.
+        found = [(parameter, value) for parameter, value in found if parameter.requires_grad]
         if found:
             # A parameter is its own root: its AccumulateGrad node is all that runs.
             parameters, values = zip(*found, strict=True)

@@ -102,6 +102,7 @@ class GradientBuffers:
     def zero(self) -> None:
         """Start a new sum: what comes first to each parameter is written over the old one."""
         self._touched.clear()
+        self._started, self._pending = [], []
         for parameter in self._parameters():
             parameter.grad = None
 
@@ -112,8 +113,10 @@ class GradientBuffers:
         self._complete.clear()
         for bucket in self._buckets:
             bucket.missing = bucket.size
-        yield
-        self._transport = None
+        try:
+            yield
+        finally:
+            self._transport = None
         self._pending = self.start_sums(transport)
 
     def wait(self) -> None:

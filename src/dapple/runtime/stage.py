@@ -63,6 +63,14 @@ class StageRunner:
         """Micro-batches with forward done and backward not."""
         return len(self._in_flight)
 
+    def forget(self) -> None:
+        """Let go of micro-batches in flight: those of a step that raised have no backward."""
+        self._in_flight.clear()
+        if self._statistics is not None:
+            self._statistics.forget()
+        if self._deferred is not None:
+            self._deferred.forget()
+
     def forward(
         self,
         micro_batch: int,

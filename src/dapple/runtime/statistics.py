@@ -82,6 +82,10 @@ class BatchStatistics(nn.Module):
         if micro_batch is not None:
             self._pieces[micro_batch] = self._current
 
+    def forget(self) -> None:
+        """No micro-batch is in flight."""
+        self._pieces.clear()
+
     def resume(self, micro_batch: int) -> list[torch.Tensor]:
         """The next backward is this micro-batch's; it has to start from these tensors, too."""
         self._current = self._pieces.pop(micro_batch)

@@ -83,6 +83,8 @@ class TrainingStep:
     def run(self, batch: Batch) -> None:
         """Run all actions, then wait for the last messages."""
         run = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._weights}
+        for runner in self._runners.values():
+            runner.forget()
         self._receives.post(self._exchange)
         for action in self._actions:
             with self._summing(action):

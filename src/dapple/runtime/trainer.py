@@ -247,11 +247,15 @@ class Trainer:
             global_batch_size: inputs and targets hold the rows of `own_rows` only, of a global
                 batch of so many; None: they hold all rows.
 
+        A call that raises leaves no gradients: what calls with update=False have added is lost too.
+
         Raises:
-            InputError: the batch does not fit the captured model.
+            InputError: the batch does not fit the captured model, or a parameter that was frozen
+                at first is frozen no longer.
         """
         handed = self._hands.take(inputs, targets, global_batch_size)
         with self._watch.guard():
+            self.parts.check_frozen()
             call = f"update={update}, metrics={metrics}"
             self._agree(handed.layout, f"step with {call}")
             return self._step(handed, update, metrics)
@@ -354,6 +358,7 @@ class Trainer:
             self._gradients.zero()
         else:
             self._gradients.attach()
+        self._fresh = True  # should this step raise: half a sum is worth nothing
         layout, batch = handed.layout, self._hands.batch(handed)
         if self.topology.is_last:
             scale = 1.0 if self.scaler is None else self.scaler.get_scale()
