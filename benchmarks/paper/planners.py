@@ -11,7 +11,8 @@ from benchmarks.paper.markdown import bullets, join, paragraph, table
 from benchmarks.paper.questions import Answers, Case, OneDevice, Ours, Question, profile_of
 from benchmarks.planner.referee import Judged, baseline, best_of, label
 from dapple.cluster import NETWORK_MODELS
-from dapple.planner.problem import Layout, Problem
+from dapple.planner.layout import Layout
+from dapple.planner.problem import Problem
 
 _SIZES = {"config-a": "2x8", "config-a:4x8": "4x8"}
 

@@ -29,7 +29,8 @@ from benchmarks.planner.referee import (
 )
 from dapple.cluster import NETWORK_MODELS
 from dapple.planner.certificate import lower_bound
-from dapple.planner.problem import Layout, Problem
+from dapple.planner.layout import Layout
+from dapple.planner.problem import Problem
 
 _REPEATED = ("blocks.", "cells.", "encoder.", "decoder.", "both_ways", "first", "features.")
 

@@ -13,7 +13,8 @@ from benchmarks.paper.questions import Answers, Case, Ours, Question, profile_of
 from benchmarks.planner.referee import Judged, best_of, judged, label
 from dapple.cluster import Cluster
 from dapple.planner import SearchOptions, search
-from dapple.planner.problem import Layout, Problem
+from dapple.planner.layout import Layout
+from dapple.planner.problem import Problem
 from dapple.records import ModelProfile
 
 _FLOW = {"config-a": 1.0e9, "config-b": 1.0e9, "config-c": 0.4e9}

@@ -12,7 +12,8 @@ from benchmarks.paper.markdown import bullets, join, paragraph, table
 from benchmarks.paper.questions import Answers, Case, OneDevice, Ours, Question, profile_of
 from dapple.cluster import preset
 from dapple.planner.balance import balanced_bounds
-from dapple.planner.problem import Layout, Problem
+from dapple.planner.layout import Layout
+from dapple.planner.problem import Problem
 from dapple.planner.refusal import Refusal
 from dapple.records import ModelProfile, StagePlan
 from dapple.simulator import predict

@@ -21,7 +21,8 @@ from tests.planner.instances import random_profile
 from dapple.cluster import Cluster, DeviceKind, Link, Machines
 from dapple.planner import SearchOptions, search
 from dapple.planner.exact import all_bounds
-from dapple.planner.problem import Layout, Problem
+from dapple.planner.layout import Layout
+from dapple.planner.problem import Problem
 from dapple.planner.refusal import Refusal
 from dapple.records import Plan
 

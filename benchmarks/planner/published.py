@@ -38,7 +38,8 @@ from dapple.cluster import NETWORK_MODELS, preset
 from dapple.costs import CostModel
 from dapple.planner import search
 from dapple.planner.hpgo import released_network, released_search
-from dapple.planner.problem import Layout, Problem
+from dapple.planner.layout import Layout
+from dapple.planner.problem import Problem
 from dapple.records import ModelProfile
 from dapple.records.text_profile import load_text_profile
 from dapple.schedule import warmup_counts

@@ -10,8 +10,9 @@ from dapple.planner import SearchOptions
 from dapple.planner.balance import balanced_bounds
 from dapple.planner.baselines import BASELINES
 from dapple.planner.estimate import estimate_seconds
+from dapple.planner.layout import Layout
 from dapple.planner.placement import POLICIES, place
-from dapple.planner.problem import Layout, Problem
+from dapple.planner.problem import Problem
 from dapple.planner.refusal import Refusal
 from dapple.planner.warmup import tune_warmup
 from dapple.records import ModelProfile, Plan, StagePlan

@@ -20,7 +20,8 @@ from typing import NamedTuple
 import numpy as np
 
 from dapple.planner.hpgo import BatchCosts
-from dapple.planner.problem import Layout, Problem
+from dapple.planner.layout import Layout
+from dapple.planner.problem import Problem
 
 RECORD = Path(__file__).with_name("hpgo-0.9.2.json")
 SECONDS = 3600

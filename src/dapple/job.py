@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from dapple.errors import DappleError, FileError
 from dapple.files import describe_validation, read_text
 from dapple.planner import PLANNERS
-from dapple.planner.problem import OPTIMIZER_STATE
+from dapple.planner.memory import OPTIMIZER_STATE
 from dapple.schedule import SCHEDULES, is_file
 from dapple.units import parse_bytes
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from dapple.cluster import Cluster
 from dapple.planner.bounds import layout_bounds
 from dapple.planner.exact import all_bounds, device_sequences
-from dapple.planner.problem import Layout, Problem
+from dapple.planner.layout import Layout
+from dapple.planner.problem import Problem
 from dapple.records import ModelProfile
 from dapple.schedule import warmup_counts
 from tests.planner.strategies import clusters, profiles

@@ -16,8 +16,9 @@ from dapple.planner import make_plan
 from dapple.planner.certificate import lower_bound
 from dapple.planner.demand import Demand
 from dapple.planner.exact import all_bounds, device_sequences
+from dapple.planner.layout import Layout
 from dapple.planner.mixed import all_shares, ranges
-from dapple.planner.problem import Layout, Problem
+from dapple.planner.problem import Problem
 from dapple.planner.refusal import Refusal
 from dapple.planner.relaxed import meets, relax
 from dapple.planner.shares import row_ranges

@@ -16,8 +16,9 @@ from dapple.planner.climb import climb
 from dapple.planner.cuts import better_cuts, estimate_cuts
 from dapple.planner.estimate import estimate_seconds, spans, waiting_chain
 from dapple.planner.exact import all_bounds
+from dapple.planner.layout import WIDE, Layout
 from dapple.planner.neighbours import pack
-from dapple.planner.problem import WIDE, Layout, Problem
+from dapple.planner.problem import Problem
 from dapple.planner.refusal import Refusal
 from dapple.records import ModelProfile
 from tests.planner.instances import random_cluster, random_profile

@@ -14,8 +14,9 @@ from dapple.costs import bytes_at, seconds_at
 from dapple.planner import SearchOptions, search
 from dapple.planner.frame import choose_step, device_orders, make_frame
 from dapple.planner.grid import choose_marks
+from dapple.planner.layout import Layout
 from dapple.planner.neighbours import neighbours
-from dapple.planner.problem import Layout, Problem
+from dapple.planner.problem import Problem
 from dapple.planner.tables import all_at, all_bytes_at
 from dapple.records import ModelProfile
 from tests.planner.instances import brute_force, random_cluster, random_profile

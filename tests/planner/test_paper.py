@@ -13,8 +13,9 @@ from dapple.costs import seconds_at
 from dapple.planner import compare, search
 from dapple.planner.baselines import BASELINES
 from dapple.planner.formulas import expand
+from dapple.planner.layout import Layout
 from dapple.planner.paper import FORMULAS, Latency, expected_seconds
-from dapple.planner.problem import Layout, Problem
+from dapple.planner.problem import Problem
 from dapple.records import ModelProfile
 from tests.planner.instances import random_cluster, random_profile
 

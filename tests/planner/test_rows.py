@@ -17,8 +17,9 @@ from dapple.planner import SearchOptions, make_plan, search
 from dapple.planner.certificate import lower_bound
 from dapple.planner.exact import all_bounds, device_sequences
 from dapple.planner.explain import explain
+from dapple.planner.layout import Layout
 from dapple.planner.mixed import speed_units
-from dapple.planner.problem import Layout, Problem
+from dapple.planner.problem import Problem
 from dapple.planner.refusal import Refusal
 from dapple.planner.whole_rows import least_times
 from dapple.records import LayerProfile, ModelProfile, TensorProfile

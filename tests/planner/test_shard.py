@@ -12,8 +12,9 @@ from dapple.planner import SearchOptions, search
 from dapple.planner.bounds import layout_bounds
 from dapple.planner.demand import Demand
 from dapple.planner.exact import all_bounds, device_sequences
+from dapple.planner.layout import Layout
 from dapple.planner.mixed import all_shares, ranges
-from dapple.planner.problem import Layout, Problem
+from dapple.planner.problem import Problem
 from dapple.planner.refusal import Refusal
 from dapple.planner.relaxed import meets, relax
 from dapple.records import LayerProfile, ModelProfile, Plan

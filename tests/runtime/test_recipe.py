@@ -11,7 +11,7 @@ from torch import nn
 
 from dapple.errors import InputError
 from dapple.job import OPTIMIZERS, Job, load_job
-from dapple.planner.problem import OPTIMIZER_STATE
+from dapple.planner.memory import OPTIMIZER_STATE
 from dapple.runtime import Parameters, recipe
 from tests.test_job import LEAST
 

@@ -22,9 +22,10 @@ import numpy as np
 
 from dapple.planner.balance import balanced_bounds
 from dapple.planner.hpgo import hpgo
+from dapple.planner.layout import Layout
 from dapple.planner.paper import paper, paper_corrected
 from dapple.planner.pipedream import pipedream
-from dapple.planner.problem import Layout, Problem
+from dapple.planner.problem import Problem
 from dapple.planner.torchgpipe import torchgpipe
 
 Baseline = Callable[[Problem, int], Iterator[Layout]]

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from dapple.planner.cuts import better_cuts, better_cuts_of_all
 from dapple.planner.estimate import slowest_stages
+from dapple.planner.layout import Layout
 from dapple.planner.neighbours import moved_devices, other_counts, other_lengths
-from dapple.planner.problem import Layout, Problem
+from dapple.planner.problem import Problem
 
 _ROUNDS = 6
 """How often devices or M are changed in a row."""

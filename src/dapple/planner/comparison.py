@@ -10,7 +10,8 @@ from dapple.cluster import Cluster
 from dapple.costs import CostModel
 from dapple.errors import MemoryPlanError, PlanError
 from dapple.planner.baselines import data_parallel
-from dapple.planner.problem import Layout, Problem
+from dapple.planner.layout import Layout
+from dapple.planner.problem import Problem
 from dapple.planner.refusal import Refusal
 from dapple.planner.reschedule import rescheduled
 from dapple.planner.search import PLANNERS, search

@@ -12,7 +12,8 @@ from dapple.planner.baselines import BASELINES
 from dapple.planner.bounds import layout_bounds
 from dapple.planner.estimate import estimate_seconds
 from dapple.planner.exact import families, in_order
-from dapple.planner.problem import Layout, Problem
+from dapple.planner.layout import Layout
+from dapple.planner.problem import Problem
 from dapple.planner.refusal import Refusal
 from dapple.planner.warmup import raise_warmup, tune_warmup
 from dapple.records import StagePlan

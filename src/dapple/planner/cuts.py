@@ -10,7 +10,8 @@ from dataclasses import replace
 import numpy as np
 
 from dapple.planner.estimate import spans, waiting_chain
-from dapple.planner.problem import WIDE, Layout, Problem
+from dapple.planner.layout import WIDE, Layout
+from dapple.planner.problem import Problem
 from dapple.planner.tables import Ints
 from dapple.planner.traffic import Floats
 from dapple.planner.warmup import falling_counts

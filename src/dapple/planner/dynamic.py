@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dapple.planner.grid import Grid
-from dapple.planner.problem import Layout
+from dapple.planner.layout import Layout
 from dapple.planner.tables import Ints
 from dapple.planner.traffic import Floats
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from dapple.planner.exposed import bucketed_seconds
-from dapple.planner.problem import Layout, Problem
+from dapple.planner.layout import Layout
+from dapple.planner.problem import Problem
 from dapple.planner.tables import Ints
 
 _LONG = 10

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from dapple.planner.bounds import layout_bounds
+from dapple.planner.layout import Layout
 from dapple.planner.placement import placements
-from dapple.planner.problem import Layout, Problem
+from dapple.planner.problem import Problem
 from dapple.planner.tables import Ints
 from dapple.planner.traffic import Devices, Floats
 

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from dapple.costs import CostModel
-from dapple.planner.problem import Layout, Problem
+from dapple.planner.layout import Layout
+from dapple.planner.problem import Problem
 from dapple.planner.refusal import Refusal
 from dapple.planner.search import SearchResult
 from dapple.records import ModelProfile, Plan

@@ -18,9 +18,10 @@ from dapple.planner.cuts import better_cuts, better_cuts_of_all
 from dapple.planner.dynamic import trade_off
 from dapple.planner.frame import Frame, choose_step, device_orders, make_frame
 from dapple.planner.grid import Grid, choose_marks, make_grid
+from dapple.planner.layout import Layout
 from dapple.planner.local import Judge, LocalSearch, guess_seconds
 from dapple.planner.neighbours import pack
-from dapple.planner.problem import Layout, Problem
+from dapple.planner.problem import Problem
 from dapple.planner.tables import Ints
 from dapple.planner.traffic import Devices
 from dapple.schedule import warmup_counts

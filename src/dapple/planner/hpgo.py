@@ -41,8 +41,9 @@ import numpy as np
 
 from dapple.cluster import Cluster, Link
 from dapple.costs import Network
+from dapple.planner.layout import Layout
 from dapple.planner.placement import place
-from dapple.planner.problem import Layout, Problem
+from dapple.planner.problem import Problem
 from dapple.planner.published import layer_costs
 from dapple.planner.tables import Ints
 from dapple.planner.traffic import Devices, Floats

@@ -10,8 +10,9 @@ from typing import Protocol
 
 from dapple.planner.climb import changed, reshaped
 from dapple.planner.estimate import estimate_seconds, slowest_stages
+from dapple.planner.layout import Layout
 from dapple.planner.neighbours import neighbours
-from dapple.planner.problem import Layout, Problem
+from dapple.planner.problem import Problem
 from dapple.planner.refusal import Refusal
 from dapple.planner.traffic import Devices
 

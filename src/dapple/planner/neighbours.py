@@ -9,8 +9,9 @@ import numpy as np
 
 from dapple.planner.balance import balanced_bounds
 from dapple.planner.frame import device_orders
+from dapple.planner.layout import Layout
 from dapple.planner.placement import POLICIES, place
-from dapple.planner.problem import Layout, Problem
+from dapple.planner.problem import Problem
 from dapple.planner.traffic import Devices
 
 _STEPS = (1, 2, 4, 8)

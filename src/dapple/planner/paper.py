@@ -27,9 +27,10 @@ from typing import NamedTuple
 import numpy as np
 
 from dapple.planner.formulas import corrected_latency, expand, paper_latency
+from dapple.planner.layout import Layout
 from dapple.planner.paper_costs import Pair, PaperCosts
 from dapple.planner.placement import Policy, place
-from dapple.planner.problem import Layout, Problem
+from dapple.planner.problem import Problem
 from dapple.planner.tables import Ints
 from dapple.planner.traffic import Devices, Floats
 

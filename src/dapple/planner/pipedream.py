@@ -31,7 +31,8 @@ from typing import NamedTuple
 import numpy as np
 
 from dapple.cluster import Cluster, Link
-from dapple.planner.problem import Layout, Problem
+from dapple.planner.layout import Layout
+from dapple.planner.problem import Problem
 from dapple.planner.published import LayerCosts, layer_costs
 from dapple.planner.tables import Ints
 from dapple.planner.traffic import Floats

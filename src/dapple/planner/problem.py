@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from dapple.cluster import Cluster
-from dapple.costs import CostModel, StageMemory, split_rows, stage_memory
-from dapple.errors import InputError
+from dapple.costs import CostModel
 from dapple.planner.bank import Bank
+from dapple.planner.batches import check_batch, check_known, geometric_counts
+from dapple.planner.layout import WIDE, Layout, leaner
+from dapple.planner.memory import OPTIMIZER_STATE, Memory
 from dapple.planner.refusal import Refusal
 from dapple.planner.symmetry import Symmetry
 from dapple.planner.tables import CostTables
@@ -19,69 +21,6 @@ from dapple.planner.warmup import falling_counts
 from dapple.records import MOST_MICRO_BATCHES, ModelProfile, Plan, StagePlan
 from dapple.schedule import SCHEDULES, warmup_counts
 from dapple.simulator import step_seconds
-
-OPTIMIZER_STATE = {
-    "adamw": 2.0,
-    "adam": 2.0,
-    "sgd": 0.0,
-    "momentum": 1.0,
-    "adadelta": 2.0,
-    "adafactor": 0.0,
-    "adagrad": 1.0,
-    "adamax": 2.0,
-    "asgd": 1.0,
-    "muon": 1.0,
-    "nadam": 2.0,
-    "radam": 2.0,
-    "rmsprop": 1.0,
-    "rprop": 2.0,
-}
-"""Bytes of optimizer state per byte of parameters, by the class in torch.optim with its default
-arguments; "momentum" is SGD with momentum. Adafactor's rows and columns count as nothing.
-"""
-WIDE = "wide"
-"""Warm-up counts of up to twice policy B's, for `tune_warmup` to lower in the end.
-
-Where memory holds fewer, they fall evenly: stages of equal counts would take turns.
-"""
-_ROUNDING = 8
-"""Bytes that the rounding of a stage's parts can amount to."""
-
-
-@dataclass(frozen=True, order=True)
-class Layout:
-    """A plan before memory caps its warm-up: cuts, devices, M and the warm-up policy.
-
-    Attributes:
-        bounds: S + 1 layer numbers from 0 to N; stage s holds layers bounds[s]..bounds[s + 1].
-        devices: per stage its devices.
-        micro_batches: M.
-        policy: warm-up policy "A" or "B" (DAPPLE, section 3), or `WIDE`.
-        recompute: stages whose activations do not fit run their forwards again.
-        shard: stages that do not fit share out their optimizer's state among their replicas.
-    """
-
-    bounds: tuple[int, ...]
-    devices: tuple[tuple[int, ...], ...]
-    micro_batches: int
-    policy: str = "A"
-    recompute: bool = False
-    shard: bool = False
-
-    @property
-    def num_stages(self) -> int:
-        """Number of stages."""
-        return len(self.devices)
-
-    def stages(self, warmup: Sequence[int] | None = None) -> tuple[StagePlan, ...]:
-        """The stages, with warm-up counts if given."""
-        counts = warmup or [1] * self.num_stages
-        return tuple(
-            StagePlan(start=a, stop=b, devices=devices, warmup=k)
-            for (a, b), devices, k in zip(
-                itertools.pairwise(self.bounds), self.devices, counts, strict=True
-            )
-        )
 
 
 class Problem:
@@ -120,10 +59,10 @@ class Problem:
         proportional: bool = False,
     ) -> None:
         if warmup is not None:
-            _check_known("warm-up policy", warmup, ("A", "B", "tuned"))
-        _check_batch(global_batch_size, micro_batch_size)
-        _check_known("optimizer", optimizer, OPTIMIZER_STATE)
-        _check_known("schedule", schedule, SCHEDULES[:2])
+            check_known("warm-up policy", warmup, ("A", "B", "tuned"))
+        check_batch(global_batch_size, micro_batch_size)
+        check_known("optimizer", optimizer, OPTIMIZER_STATE)
+        check_known("schedule", schedule, SCHEDULES[:2])
         self.profile = profile
         self.cluster = cluster
         self.global_batch_size = global_batch_size
@@ -138,6 +77,7 @@ class Problem:
         self.machine_sizes = cluster.machine_sizes()
         self._kinds = cluster.kind_of_device()
         self.symmetry = Symmetry(cluster, self.model.network)
+        self._memory = Memory(self.model, self.symmetry, global_batch_size, optimizer)
         self._tables: dict[int, CostTables] = {}
         self._banks: dict[int, Bank] = {}
 
@@ -177,7 +117,7 @@ class Problem:
         """The values of M that are looked at, ascending."""
         if self.micro_batch_size is not None:
             return (math.ceil(self.global_batch_size / self.micro_batch_size),)
-        counts = _geometric_counts(self.global_batch_size)
+        counts = geometric_counts(self.global_batch_size)
         return tuple(count for count in counts if count <= MOST_MICRO_BATCHES)
 
     @cached_property
@@ -255,16 +195,17 @@ class Problem:
         for number in range(len(stages)):
             want = min(wanted[number], counts[-1] if counts else wanted[0])
             best, allowed = stages[number], -1
-            for stage in _leaner(stages[number], layout):
+            for stage in leaner(stages[number], layout):
                 stages[number] = stage
-                room = self._allowed_in_flight(stages, number, total, want)
+                room = self._memory.allowed_in_flight(stages, number, total, want)
                 if room > allowed:
                     best, allowed = stage, room
                 if allowed >= want:
                     break
             stages[number] = best
             if allowed < (want if whole else 1):
-                return self._refusal(layout, name, stages, number, want)
+                least = want if whole else 1
+                return self._memory.refusal(layout, name, stages, number, least)
             counts.append(min(want, allowed))
             wanted = self._spread(layout, wanted, counts)
         return tuple(
@@ -326,7 +267,7 @@ class Problem:
     def most_in_flight(self, stages: Sequence[StagePlan], micro_batches: int) -> list[int]:
         """Per stage the most micro-batches in flight that its memory holds, at most M."""
         return [
-            self._allowed_in_flight(stages, number, micro_batches, micro_batches)
+            self._memory.allowed_in_flight(stages, number, micro_batches, micro_batches)
             for number in range(len(stages))
         ]
 
@@ -357,125 +298,3 @@ class Problem:
     @cached_property
     def _profile_fingerprint(self) -> str:
         return self.profile.fingerprint()
-
-    def _rows(self, micro_batches: int) -> int:
-        return math.ceil(self.global_batch_size / micro_batches)
-
-    def _memory(
-        self,
-        stages: Sequence[StagePlan],
-        number: int,
-        rows: int,
-        in_flight: int,
-        replica: int | None,
-    ) -> StageMemory | None:
-        return stage_memory(
-            self.model,
-            stages,
-            number,
-            rows,
-            in_flight,
-            optimizer_state_factor=self.optimizer_state_factor,
-            replica=replica,
-        )
-
-    def _tightest(self, stage: StagePlan, rows: int) -> list[tuple[int, int | None]]:
-        """Per memory size in the stage: (bytes available, the replica with most rows there).
-
-        Parameters stay whole when state is shared out. Where rows and state are uneven, the device
-        with the least memory must hold the most of both: no replica in particular, so None.
-        """
-        if stage.shard != "none":
-            return [(self.symmetry.least_memory(stage.devices), None)]
-        split = split_rows(rows, stage.replicas, stage.rows)
-        best: dict[int, int] = {}
-        for replica, device in enumerate(stage.devices):
-            memory = self._kinds[device].memory
-            if memory not in best or split[replica] > split[best[memory]]:
-                best[memory] = replica
-        return [(available, best[available]) for available in sorted(best)]
-
-    def _allowed_in_flight(
-        self, stages: Sequence[StagePlan], number: int, micro_batches: int, want: int
-    ) -> int:
-        rows = self._rows(micro_batches)
-        allowed = want
-        for available, replica in self._tightest(stages[number], rows):
-            one = self._memory(stages, number, rows, 1, replica)
-            two = self._memory(stages, number, rows, 2, replica)
-            if one is None or two is None:
-                return want
-            if one.total > available:
-                return 0
-            # Memory is linear in K_i, up to the rounding of each part.
-            step = max(two.total - one.total, 1)
-            allowed = min(allowed, 1 + (available - one.total) // step)
-            if allowed > 1 and available - one.total - (allowed - 1) * step < _ROUNDING:
-                here = self._memory(stages, number, rows, allowed, replica)
-                allowed -= here is not None and here.total > available
-        return allowed
-
-    def _refusal(
-        self,
-        layout: Layout,
-        name: str,
-        stages: Sequence[StagePlan],
-        number: int,
-        in_flight: int,
-    ) -> Refusal:
-        rows = self._rows(layout.micro_batches)
-        least = in_flight if self.schedule == "gpipe" else 1
-        worst: tuple[int, StageMemory, int] | None = None
-        for available, replica in self._tightest(stages[number], rows):
-            memory = self._memory(stages, number, rows, least, replica)
-            if memory is not None and (worst is None or memory.total - available > worst[0]):
-                worst = memory.total - available, memory, available
-        assert worst is not None, "only a stage whose memory is known is refused"
-        return Refusal(
-            name=name,
-            stage=number,
-            num_stages=len(stages),
-            layers=(stages[number].start, stages[number].stop),
-            devices=stages[number].devices,
-            device_kind=self._kinds[stages[number].devices[0]].name,
-            micro_batch_rows=rows,
-            in_flight=least,
-            needed=worst[1],
-            available=worst[2],
-            optimizer=self.optimizer,
-        )
-
-
-def _leaner(stage: StagePlan, layout: Layout) -> Iterator[StagePlan]:
-    """The stage, and then with what its layout allows it to save memory with."""
-    shards = ["none", "optimizer"] if layout.shard and stage.replicas > 1 else ["none"]
-    for again, shard in itertools.product([False, True] if layout.recompute else [False], shards):
-        yield stage.model_copy(update={"recompute": again, "shard": shard})
-
-
-def _geometric_counts(batch: int) -> tuple[int, ...]:
-    """M = 1, 2, 3, 4, 6, 8, 12, ... and the batch itself: no two neighbours 2 or more apart."""
-    doubles = [2**k for k in range(batch.bit_length())]
-    counts = {m for power in doubles for m in (power, 3 * power // 2)}
-    return tuple(sorted({m for m in counts if m <= batch} | {batch}))
-
-
-def _check_batch(global_batch_size: int, micro_batch_size: int | None) -> None:
-    if global_batch_size < 1:
-        raise InputError(f"global batch size {global_batch_size} must be at least 1 row")
-    if micro_batch_size is not None and not 1 <= micro_batch_size <= global_batch_size:
-        raise InputError(
-            f"micro-batch size {micro_batch_size} must lie between 1 and the global batch size "
-            f"{global_batch_size}"
-        )
-    count = math.ceil(global_batch_size / (micro_batch_size or global_batch_size))
-    if count > MOST_MICRO_BATCHES:
-        raise InputError(
-            f"micro-batches of {micro_batch_size} cut {global_batch_size} rows into {count}, more "
-            f"than {MOST_MICRO_BATCHES}; pass a larger micro-batch size"
-        )
-
-
-def _check_known(what: str, name: str, known: Iterable[str]) -> None:
-    if name not in known:
-        raise InputError(f'{what} "{name}" is unknown; known: {", ".join(known)}')

@@ -13,8 +13,9 @@ from dapple.planner.baselines import BASELINES, FIXED_SCHEDULES, candidates
 from dapple.planner.certificate import lower_bound
 from dapple.planner.contest import Candidate, Contest, better
 from dapple.planner.general import GeneralSearch
+from dapple.planner.layout import Layout
 from dapple.planner.paper import FORMULAS, expected_seconds
-from dapple.planner.problem import Layout, Problem
+from dapple.planner.problem import Problem
 from dapple.planner.refusal import Refusal
 from dapple.planner.reschedule import RESCHEDULED, rescheduled
 from dapple.records import ModelProfile, Plan
