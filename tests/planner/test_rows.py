@@ -197,7 +197,7 @@ def test_bound_and_plan_beside_all_plans(seed: int) -> None:
             # Every stage by itself has even rows, or those in proportion.
             for chosen in itertools.product(*zip(*ways, strict=True)):
                 best = min(best, kinds[0].step_seconds(chosen, count))
-    bound = lower_bound(kinds[0], best)
+    bound = lower_bound(kinds[0], best, count)
     assert 0.5 * best < bound <= best * (1 + 1e-9)
     plan = make_plan(profile, where, 11, micro_batch_size=3, warmup="A")
     assert plan.predicted is not None
