@@ -77,6 +77,8 @@ class CostModel:
         self.speeds = tuple(kind.speed for kind in cluster.kind_of_device())
         self._layer_seconds: dict[float, tuple[list[float], list[float]]] = {}
         self._stage_seconds: dict[tuple[int, int, float], tuple[float, float]] = {}
+        self._weight_seconds: dict[tuple[int, int, float], float] = {}
+        self._saved_bytes: dict[float, list[float | None]] = {}
         self._crossings: dict[tuple[Range, Range], Crossing | None] = {}
         self._parameters: dict[Range, int] = {}
         self._buckets: dict[Range, tuple[tuple[int, int], ...]] = {}
@@ -109,13 +111,17 @@ class CostModel:
 
         Half of a layer's backward where the profile does not say.
         """
-        sizes, backward = self.profile.batch_sizes, self.layer_seconds(rows)[1]
-        return sum(
-            backward[n] / 2
-            if layer.weight_seconds is None
-            else seconds_at(sizes, layer.weight_seconds, rows)
-            for n, layer in enumerate(self.profile.layers[start:stop], start)
-        )
+        key = (start, stop, rows)
+        found = self._weight_seconds.get(key)
+        if found is None:
+            sizes, backward = self.profile.batch_sizes, self.layer_seconds(rows)[1]
+            found = self._weight_seconds[key] = sum(
+                backward[n] / 2
+                if layer.weight_seconds is None
+                else seconds_at(sizes, layer.weight_seconds, rows)
+                for n, layer in enumerate(self.profile.layers[start:stop], start)
+            )
+        return found
 
     def recompute_seconds(self, stage: StagePlan, rows: float) -> float:
         """Seconds at speed 1 that a stage's backward spends on running forwards again."""
@@ -180,8 +186,13 @@ class CostModel:
 
     def saved_bytes(self, layer: int, rows: float) -> float | None:
         """Activations that a layer keeps for its backward; None: not measured."""
-        values = self.profile.layers[layer].saved_bytes
-        return None if values is None else bytes_at(self.profile.batch_sizes, values, rows)
+        found = self._saved_bytes.get(rows)
+        if found is None:
+            sizes = self.profile.batch_sizes
+            measured = (one.saved_bytes for one in self.profile.layers)
+            found = [None if v is None else bytes_at(sizes, v, rows) for v in measured]
+            self._saved_bytes[rows] = found
+        return found[layer]
 
     def workspace_bytes(self, start: int, stop: int, rows: float) -> float:
         """The largest workspace among the layers; a layer without the figure counts as none."""
