@@ -104,6 +104,30 @@ def test_a_run_takes_what_the_simulator_says():
     assert expected * 0.98 < seconds < expected * 3
 
 
+def test_a_run_holds_what_the_simulator_says():
+    """Two stages of layers whose gradients are large beside what they keep of a micro-batch."""
+    profile = chain([0.0] * 4, [0.0] * 4, bytes_per_row=8000, parameter_bytes=400_000)
+    two = {"forward_seconds": (0.0, 0.0), "backward_seconds": (0.0, 0.0)}
+    two |= {"saved_bytes": (20_000, 200_000)}
+    layers = tuple(layer.model_copy(update=two) for layer in profile.layers)
+    changes = {"layers": layers, "batch_sizes": (1, 10)}
+    profile = emulated_profile(profile.model_copy(update=changes))
+    made = plan([1, 1], 32, 4, cluster(1, 2), cuts=[2, 4])
+    graph = capture_emulated(profile)
+
+    def work(transport: Any) -> int:
+        trainer = emulated_trainer(
+            OwnCopy(graph), profile, made, transport.rank, transport=transport, record=False
+        )
+        trainer.step(torch.zeros(32, 1))
+        with trainer.measure_memory() as meter:
+            trainer.step(torch.zeros(32, 1))
+        return meter.peak_bytes
+
+    expected = simulate(made, profile).peak_bytes
+    assert run_threads(2, work) == pytest.approx(expected, rel=0.05)
+
+
 def test_a_sharded_update_waits_for_its_share():
     """Two replicas of layers with 8000, 4000 and 4000 bytes: half of 3 x 0.2 s each."""
     profile = chain([0.0] * 3, [0.0] * 3, parameter_bytes=4000, optimizer_seconds=0.2)

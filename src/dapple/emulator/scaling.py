@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from dapple.errors import InputError
 from dapple.records import LayerProfile, ModelProfile, TensorProfile
 
@@ -26,15 +28,17 @@ def emulated_profile(
     for name, factor in (("time", time_scale), ("byte", byte_scale)):
         if not 0 < factor < float("inf"):
             raise InputError(f"the {name} scale is {factor}; give a positive number")
+    tensors = _tensors(profile, byte_scale)
     return ModelProfile(
         model=profile.model,
         device="emulated",
         source=f"emulation of {profile.source}, time x {time_scale:g}, bytes x {byte_scale:g}",
         batch_sizes=profile.batch_sizes,
         layers=tuple(
-            _layer(profile, number, time_scale, byte_scale) for number in range(profile.num_layers)
+            _layer(profile, tensors, number, time_scale, byte_scale)
+            for number in range(profile.num_layers)
         ),
-        tensors=_tensors(profile, byte_scale),
+        tensors=tensors,
         tied=tuple(
             group.model_copy(
                 update={"parameter_bytes": _floats(group.parameter_bytes * byte_scale)}
@@ -45,7 +49,11 @@ def emulated_profile(
 
 
 def _layer(
-    profile: ModelProfile, number: int, time_scale: float, byte_scale: float
+    profile: ModelProfile,
+    tensors: Sequence[TensorProfile],
+    number: int,
+    time_scale: float,
+    byte_scale: float,
 ) -> LayerProfile:
     layer, largest = profile.layers[number], profile.batch_sizes[-1]
     tied = [
@@ -60,12 +68,20 @@ def _layer(
         # In proportion to the rows: the emulated layer keeps one tensor with rows.
         each = _floats(layer.saved_bytes[-1] * byte_scale / largest)
         saved = tuple(each * rows for rows in profile.batch_sizes)
+    workspace = None
+    if len(profile.batch_sizes) > 1:  # else what does not grow with the rows would be scaled, too
+        # Its backward makes all gradients at once, while it still has those of its outputs.
+        passing = [t for t in tensors if t.needs_grad and number in (t.producer, *t.consumers)]
+        fixed = own + sum(tied) + int(sum(t.fixed_bytes for t in passing))
+        row = int(sum(t.bytes_per_sample for t in passing))
+        workspace = tuple(fixed + row * rows for rows in profile.batch_sizes)
     return LayerProfile(
         name=layer.name,
         forward_seconds=tuple(t * time_scale for t in layer.forward_seconds),
         backward_seconds=tuple(t * time_scale for t in layer.backward_seconds),
         parameter_bytes=own + sum(tied),
         saved_bytes=saved,
+        workspace_bytes=workspace,
         optimizer_seconds=layer.optimizer_seconds * time_scale,
         parameter_sizes=(own, *tied),
     )
