@@ -191,7 +191,7 @@ class _Programme:
         late = grid.after[reduce, mark, stops] - behind[:, None]
         np.maximum(late, state.exposed[t, start, mark][:, None], out=late)
         key = sums + late
-        key[(marks <= mark[:, None]) | (marks > end[:, None])] = np.inf
+        np.copyto(key, np.inf, where=(marks <= mark[:, None]) | (marks > end[:, None]))
         begins = np.flatnonzero(np.concatenate([[True], t[1:] != t[:-1]]))
         values, groups = t[begins], np.repeat(np.arange(len(begins)), np.diff([*begins, len(t)]))
         least = np.minimum.reduceat(key, begins, axis=0)
