@@ -125,7 +125,8 @@ def test_a_run_holds_what_the_simulator_says():
         return meter.peak_bytes
 
     expected = simulate(made, profile).peak_bytes
-    assert run_threads(2, work) == pytest.approx(expected, rel=0.05)
+    # A message more or less is under way at the peak from one run to the next.
+    assert run_threads(2, work) == pytest.approx(expected, rel=0.1)
 
 
 def test_a_sharded_update_waits_for_its_share():
