@@ -72,9 +72,8 @@ class Bound(Question[float]):
 
     def answer(self) -> float:
         """Certify, from the step of a single device downwards."""
-        return lower_bound(
-            self.case.problem(), OneDevice(self.case.model, self.case.batch).answer()
-        )
+        problem, one = self.case.problem(), OneDevice(self.case.model, self.case.batch)
+        return lower_bound(problem, one.answer(), problem.micro_batch_counts[0])
 
 
 def paper_plan(case: Case) -> PaperPlan:

@@ -107,6 +107,14 @@ def test_the_papers_plan_keeps_its_replicas_and_its_cut() -> None:
     assert profile_of("vgg-19").layers[judged.stages[0].stop - 1].name == "features.12"
 
 
+def test_our_plan_lies_above_the_bound() -> None:
+    """ResNet-50 on four devices of B: within 5 % of what any plan must take, and not below."""
+    case = Case("resnet-50", "config-b:4x1", 128)
+    ours, bound = Ours(case).answer(), plans.Bound(case).answer()
+    assert ours is not None
+    assert bound <= ours.seconds <= bound * 1.05
+
+
 def test_without_overlap_data_parallelism_takes_longer() -> None:
     """The AllReduce of VGG-19 on C, 0.6 GB, is not free."""
     case = Case("vgg-19", "config-c", 512)
