@@ -86,20 +86,41 @@ def meets(relaxed: Relaxed, target: float) -> bool:
     allowed = relaxed.work[:, 0] + relaxed.after[:, 0] <= limit
     alone = np.where(allowed, relaxed.after[:, 0] + relaxed.both[:, 0], np.inf)
     alone_f = np.where(allowed, relaxed.forward[:, 0], np.inf)
+    first, last = _band(relaxed, limit)
     for e in range(1, relaxed.devices + 1):
         now = np.flatnonzero(relaxed.widths <= e)
         starts = e - relaxed.widths[now]
         base, base_f = _entered(relaxed, prefix[starts], prefix_f[starts], now, limit)
-        late = ~(base_f[:, :, None] + relaxed.work_after[now] <= limit)
-        late |= ~(base[:, :, None] + relaxed.work[now] <= limit)
-        for entered, own, first, reached in (
-            (base, relaxed.both, alone, prefix),
-            (base_f, relaxed.forward, alone_f, prefix_f),
+        prefix[e, now], prefix_f[e, now] = alone[now], alone_f[now]
+        cuts = np.flatnonzero(np.isfinite(base).any(axis=0))
+        if not len(cuts) or first[e] > last[e]:
+            continue
+        some, ends = slice(int(cuts[0]), int(cuts[-1]) + 1), slice(int(first[e]), int(last[e]) + 1)
+        late = ~(base_f[:, some, None] + relaxed.work_after[now, some, ends] <= limit)
+        late |= ~(base[:, some, None] + relaxed.work[now, some, ends] <= limit)
+        for entered, own, reached in (
+            (base, relaxed.both, prefix),
+            (base_f, relaxed.forward, prefix_f),
         ):
-            sums = entered[:, :, None] + own[now]
-            sums[late] = np.inf
-            reached[e, now] = np.minimum(sums.min(axis=1), first[now])
+            sums = entered[:, some, None] + own[now, some, ends]
+            np.copyto(sums, np.inf, where=late)
+            reached[e, now, ends] = np.minimum(sums.min(axis=1), reached[e, now, ends])
     return bool(prefix[:, :, -1].min() <= limit)
+
+
+def _band(relaxed: Relaxed, limit: float) -> tuple[Ints, Ints]:
+    """First and last cut, for each number of devices, that they can and must have come to.
+
+    No device works for longer than the limit, and layers take some device-seconds at least.
+    """
+    steps = np.arange(relaxed.both.shape[1] - 1)
+    least = (relaxed.work[:, steps, steps + 1] * relaxed.widths[:, None]).min(axis=0)
+    done = np.concatenate([[0.0], np.cumsum(least)])
+    left = np.concatenate([np.cumsum(least[::-1])[::-1], [0.0]])
+    can = limit * np.arange(relaxed.devices + 1) * (1 + _SLACK)
+    last: Ints = np.searchsorted(done, can, side="right") - 1
+    first: Ints = len(left) - np.searchsorted(left[::-1], can[::-1], side="right")
+    return first, last
 
 
 def _entered(
@@ -141,17 +162,17 @@ def _after(problem: Problem, tables: CostTables, found: Shares, speed: float) ->
     layers = np.arange(problem.num_layers + 1)
     own = np.maximum(tables.own_parameter_bytes(layers[:, None], layers[None, :]), 0.0)
     update = np.maximum(_differences(tables.optimizer_prefix), 0.0) / speed
-    costs = []
-    for number, last in enumerate(prefix(found.last_backward / speed)):
-        options = []
-        for fixed, rate in least_rings(problem, int(found.widths[number])):
-            whole = np.where(own > 0, fixed + rate * own - _differences(last), 0.0)
-            options.append(
-                np.maximum(whole, exposed_seconds(tables.untied_prefix, last, fixed, rate))
-            )
-        parts = found.most_widths[number] if problem.shard else 1
-        costs.append(np.maximum(np.minimum.reduce(options), 0.0) + update / parts)
-    return np.array(costs)
+    rings = [least_rings(problem, int(width)) for width in found.widths]
+    numbers = np.repeat(np.arange(len(rings)), [len(options) for options in rings])
+    fixed, rate = np.array([ring for options in rings for ring in options]).T
+    last = prefix(found.last_backward / speed)[numbers]
+    whole = fixed[:, None, None] + rate[:, None, None] * own - _differences(last)
+    exposed = exposed_seconds(tables.untied_prefix, last, fixed, rate)
+    exposed = np.maximum(exposed, np.where(own > 0, whole, 0.0))
+    begins = np.searchsorted(numbers, np.arange(len(rings)))
+    least: Floats = np.minimum.reduceat(exposed, begins, axis=0)
+    parts = found.most_widths[:, None, None] if problem.shard else 1
+    return np.maximum(least, 0.0) + update / parts
 
 
 def least_rings(problem: Problem, replicas: int) -> list[tuple[float, float]]:
