@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -34,21 +35,44 @@ def test_a_mean_of_means_would_be_another_loss() -> None:
     assert abs(mean / example.loss(output, targets).item() - 1) > 1e-4
 
 
-def test_a_batch_without_weight_gives_nan_and_changes_nothing() -> None:
-    """All targets masked: the loss is a mean of nothing, the gradients are zeros, never NaN."""
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_batch_without_weight_gives_nan_and_changes_nothing(optimizer: str) -> None:
+    """All targets masked: a mean of nothing. Neither momentum nor weight decay goes on anywhere."""
     example, graph = cases.EXAMPLES["gpt"], cases.build("gpt")
     inputs, targets = example.batch(6, 0)
     masked = torch.full_like(targets, -100)
 
-    def work(trainer: Trainer) -> tuple[float, bool]:
+    def work(trainer: Trainer) -> tuple[float, bool, bool]:
+        trainer.step(inputs, targets)
         before = {n: v.clone() for n, v in trainer.state_dict().items()}
-        loss = trainer.step(inputs, masked).loss
+        result = trainer.step(inputs, masked)
         same = all(torch.equal(v, before[n]) for n, v in trainer.state_dict().items())
-        return loss, same
+        return result.loss, result.skipped, same
 
     plan = cases.make_plan(graph, (2, 2), 6, 2)
-    results = on_ranks(graph, plan, work, weight=example.weight)
-    assert all(math.isnan(loss) and same for loss, same in results)
+    found = on_ranks(graph, plan, work, cases.OPTIMIZERS[optimizer], weight=example.weight)
+    assert all(math.isnan(loss) and skipped and same for loss, skipped, same in found)
+
+
+def test_a_batch_without_weight_ends_an_accumulation_like_any_other() -> None:
+    """What was accumulated before it counts, and not again in the step after."""
+    example, graph = cases.EXAMPLES["gpt"], cases.build("gpt")
+    inputs, targets = example.batch(6, 0)
+    masked = torch.full_like(targets, -100)
+
+    def steps(*batches: tuple[torch.Tensor, bool]) -> Any:
+        def work(trainer: Trainer) -> tuple[list[bool], dict[str, torch.Tensor]]:
+            skipped = [trainer.step(inputs, t, update=update).skipped for t, update in batches]
+            return skipped, {n: v.clone() for n, v in trainer.state_dict().items()}
+
+        plan = cases.make_plan(graph, (2, 1), 6, 2)
+        return on_ranks(graph, plan, work, cases.OPTIMIZERS["adamw"], weight=example.weight)
+
+    split = steps((targets, False), (masked, True), (masked, True))
+    whole = steps((targets, True))
+    for (skipped, one), (_, other) in zip(split, whole, strict=True):
+        assert skipped == [False, False, True]
+        assert all(torch.equal(one[n], other[n]) for n in one)
 
 
 @pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -117,12 +118,20 @@ def _mark(parameter: torch.Tensor) -> torch.Tensor:
     return bits.sum(dtype=torch.int64) % _PRIME
 
 
+class GlobalLoss(NamedTuple):
+    """Of a global batch: its loss and metrics, NaN if no row has weight."""
+
+    loss: float
+    metrics: dict[str, float]
+    has_weight: bool
+
+
 def start_global_loss(
     batch: Batch, metrics: Sequence[str], transport: Transport, device: torch.device
-) -> Callable[[], tuple[float, dict[str, float]]]:
+) -> Callable[[], GlobalLoss]:
     """Start adding up the loss of the global batch and its metrics; all ranks call it.
 
-    What it returns waits for them: NaN if no row has weight.
+    What it returns waits for them.
 
     Args:
         batch: this rank's; one without an objective adds zeros.
@@ -140,11 +149,11 @@ def start_global_loss(
     sums = sums.to(device)
     pending = transport.sum(sums, tuple(range(transport.world_size)))
 
-    def wait() -> tuple[float, dict[str, float]]:
+    def wait() -> GlobalLoss:
         pending.wait()
         loss, pieces, *found = sums.tolist()
         if not pieces:
             loss, found = math.nan, [math.nan] * len(found)
-        return loss, dict(zip(metrics, found, strict=True))
+        return GlobalLoss(loss, dict(zip(metrics, found, strict=True)), bool(pieces))
 
     return wait

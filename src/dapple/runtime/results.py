@@ -16,8 +16,8 @@ class StepResult:
         seconds: time of the step on this rank, s.
         gradient_norm: the norm of the whole model's gradients before clipping; None without
             `clip_norm`, and in a step that only accumulates.
-        skipped: gradients overflowed on some rank, so that no rank updated its parameters; only
-            with a gradient scaler.
+        skipped: no rank updated its parameters, since gradients overflowed on one (with a gradient
+            scaler) or no row had weight since the update before.
         metrics: the user's own, weighted means over the global batch; empty unless asked for.
     """
 

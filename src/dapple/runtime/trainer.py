@@ -16,7 +16,13 @@ import torch.distributed as dist
 from dapple.graph import LayerGraph, SeedLayer
 from dapple.graph.precision import Precision, PrecisionName
 from dapple.records import Plan, Timeline
-from dapple.runtime.agreement import check_same, check_weights, plan_in_words, start_global_loss
+from dapple.runtime.agreement import (
+    GlobalLoss,
+    check_same,
+    check_weights,
+    plan_in_words,
+    start_global_loss,
+)
 from dapple.runtime.batch import Batch, WeightFunction
 from dapple.runtime.buffers import WrittenBuffers
 from dapple.runtime.compiling import CompileOptions
@@ -203,6 +209,7 @@ class Trainer:
         )
         self.runners = self.parts.runners(statistics, self.device, self._recorder)
         self._fresh = True
+        self._has_weight = False  # of what is accumulated
         self.peak_boundary_bytes = 0
         self.last_step_seconds = 0.0
         self._last_micro_batches = plan.num_micro_batches
@@ -275,7 +282,8 @@ class Trainer:
             if self.topology.is_last:
                 batch.objective = self._objectives.make(handed, training=False, metrics=True)
             self._evaluator.run(batch, handed.layout)
-            return Evaluation(*self._start_global_loss(batch)())
+            found = self._start_global_loss(batch)()
+            return Evaluation(found.loss, found.metrics)
 
     def predict(self, inputs: Any) -> Any:
         """The model's output for one global batch in evaluation mode, the same on every rank.
@@ -384,20 +392,22 @@ class Trainer:
             written.equalise(layout)
         self.peak_boundary_bytes = step.peak_boundary_bytes
         self._fresh = update
-        # It is on its way while gradients are, and the optimizer works.
-        told = self._start_global_loss(batch, metrics)
-        verdict = self._update() if update else Verdict()
-        loss, found = told()
+        # On its way while gradients are.
+        whole = functools.cache(self._start_global_loss(batch, metrics))
+        verdict = Verdict()
+        if update:
+            verdict = self._update(lambda: self._has_weight or whole().has_weight)
+        self._has_weight = not update and (self._has_weight or whole().has_weight)
         self._steps += 1
         self.last_step_seconds = time.perf_counter() - begin
         self._last_micro_batches = layout.num_micro_batches
         return StepResult(
-            loss,
+            whole().loss,
             layout.global_batch_size,
             self.last_step_seconds,
             verdict.gradient_norm,
-            verdict.overflow,
-            found,
+            verdict.skips,
+            whole().metrics,
         )
 
     def _agree(self, layout: Layout, call: str) -> None:
@@ -410,20 +420,19 @@ class Trainer:
     def _summing(self, stage: int, is_last: bool) -> AbstractContextManager[None]:
         return self._gradients.summing(self._transport, stage, is_last)
 
-    def _update(self) -> Verdict:
+    def _update(self, has_weight: Callable[[], bool]) -> Verdict:
         self._progress.set("allreduce", None)
         with self._recorder.span("allreduce"):
             self._gradients.wait()
-            verdict = self._updating.agree()
+            # Without it the last stage has no gradients, and earlier ones have zeros.
+            verdict = self._updating.agree() if has_weight() else Verdict(empty=True)
         self._progress.set("optimizer", None)
         if self._updating.writes:
             with self._recorder.span("optimizer"):
                 self._updating.apply(verdict)
         return verdict
 
-    def _start_global_loss(
-        self, batch: Batch, metrics: bool = True
-    ) -> Callable[[], tuple[float, dict[str, float]]]:
+    def _start_global_loss(self, batch: Batch, metrics: bool = True) -> Callable[[], GlobalLoss]:
         self._progress.set("allreduce", None)
         names = list(self._metrics) if metrics else []
         return start_global_loss(batch, names, self._transport, self.device)

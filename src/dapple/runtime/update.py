@@ -30,11 +30,18 @@ class Verdict:
 
     Attributes:
         gradient_norm: of the whole model; None if nobody wants it.
-        overflow: some rank's gradients are not finite, and no rank updates.
+        overflow: some rank's gradients are not finite.
+        empty: no row had weight, so there are no gradients.
     """
 
     gradient_norm: float | None = None
     overflow: bool = False
+    empty: bool = False
+
+    @property
+    def skips(self) -> bool:
+        """No rank updates."""
+        return self.overflow or self.empty
 
 
 @dataclass(frozen=True)
@@ -168,8 +175,8 @@ class Update:
         return Verdict(norm, overflow)
 
     def apply(self, verdict: Verdict) -> None:
-        """Update this rank's parameters, unless some rank's gradients overflowed."""
-        if verdict.overflow:
+        """Update this rank's parameters, unless no rank does."""
+        if verdict.skips:
             return
         if self._clipping is not None and verdict.gradient_norm is not None:
             self._clipping.clip(verdict.gradient_norm)
