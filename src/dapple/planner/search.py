@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,8 @@ from dapple.planner.baselines import BASELINES, FIXED_SCHEDULES, candidates
 from dapple.planner.certificate import lower_bound
 from dapple.planner.contest import Candidate, Contest, better
 from dapple.planner.general import GeneralSearch
-from dapple.planner.layout import Layout
-from dapple.planner.paper import FORMULAS, expected_seconds
+from dapple.planner.notes import expected, notes_on, nothing_fits
+from dapple.planner.paper import FORMULAS
 from dapple.planner.problem import Problem
 from dapple.planner.refusal import Refusal
 from dapple.planner.reschedule import RESCHEDULED, rescheduled
@@ -185,12 +185,12 @@ def search(
     if planner == "dapple" and options.proportional and problem.speeds_differ:
         best = better(best, _proportional(problem, run, options))
     if best is None:
-        raise MemoryPlanError(_nothing_fits(run.refusals.values()))
+        raise MemoryPlanError(nothing_fits(run.refusals.values()))
     plan = problem.plan(best.layout, best.stages, planner)
     predicted = predict(plan, profile)
-    notes = _notes(problem)
+    notes = notes_on(problem)
     if planner in FORMULAS:
-        notes += (_expected(problem, best.layout, planner, predicted.step_seconds),)
+        notes += (expected(problem, best.layout, planner, predicted.step_seconds),)
     if planner == "dapple" and options.certificate:
         bound = lower_bound(problem, predicted.step_seconds, plan.num_micro_batches)
         predicted = predicted.model_copy(update={"lower_bound_seconds": bound})
@@ -272,32 +272,3 @@ def _best_under(
     note = f"searched under early-backward; the fastest of {len(made)} under {schedule}"
     plan = best.model_copy(update={"planner": found[0].plan.planner, "notes": (*best.notes, note)})
     return SearchResult(plan, found[0].candidates, found[0].refusals)
-
-
-def _notes(problem: Problem) -> tuple[str, ...]:
-    notes = []
-    if not problem.memory_is_known:
-        notes.append("memory unchecked: the profile has no saved bytes for some layer")
-    if len(problem.profile.batch_sizes) == 1:
-        notes.append(
-            f"times scaled in proportion to the rows from batch size "
-            f"{problem.profile.batch_sizes[0]}, the only one in the profile"
-        )
-    return tuple(notes)
-
-
-def _expected(problem: Problem, layout: Layout, planner: str, seconds: float) -> str:
-    expected = expected_seconds(problem, layout, FORMULAS[planner])
-    ratio = f", {seconds / expected:.3g}x that" if expected > 0 else ""
-    which = "as printed" if planner == "paper" else "with the corrected pivot"
-    return (
-        f"chosen by the paper's formula {which}, which expects {expected:.4g} s and splits rows "
-        f"evenly, whole or not; the simulated step takes {seconds:.4g} s{ratio}"
-    )
-
-
-def _nothing_fits(refusals: Iterable[Refusal]) -> str:
-    closest = min(refusals, key=lambda refusal: refusal.excess, default=None)
-    if closest is None:
-        return "no plan fits the devices' memory; take devices with more, or more of them"
-    return f"no plan fits the devices' memory; the closest: {closest}"
