@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 import statistics
+from functools import partial
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapple.cluster import Cluster
+from dapple.cluster import Cluster, DeviceKind, Link, Machines
 from dapple.costs import split_rows
 from dapple.planner import make_plan
 from dapple.planner.certificate import lower_bound
@@ -22,7 +23,7 @@ from dapple.planner.problem import Problem
 from dapple.planner.refusal import Refusal
 from dapple.planner.relaxed import meets, relax
 from dapple.planner.shares import row_ranges
-from dapple.records import ModelProfile
+from dapple.records import LayerProfile, ModelProfile
 from tests.planner.instances import brute_force, random_cluster, random_profile
 from tests.planner.strategies import clusters, profiles
 
@@ -115,6 +116,28 @@ def test_close_to_the_optimum_on_brute_forced_instances() -> None:
         assert bound <= best[0]
         ratios.append(bound / best[0])
     assert statistics.mean(ratios) >= 0.95
+
+
+def test_a_stage_that_just_fits_is_allowed() -> None:
+    """Parameters and gradients that fill the device to the last byte, and nothing is kept."""
+    layer = LayerProfile(
+        name="l",
+        forward_seconds=(1.0,),
+        backward_seconds=(2.0,),
+        parameter_bytes=2**30,
+        saved_bytes=(0,),
+    )
+    profile = ModelProfile(model="m", device="d", batch_sizes=(1,), layers=(layer,))
+    machines = Machines(
+        devices=1, kind=DeviceKind(name="d", memory=2**31), inside=Link(bandwidth=1e9)
+    )
+    problem = Problem(
+        profile, Cluster(name="c", machines=(machines,)), 1, micro_batch_size=1, optimizer="sgd"
+    )
+    found = all_shares(problem, 1, 1)
+    for meets_target in (Demand.of(problem, found).meets, partial(meets, relax(problem, found))):
+        assert meets_target(3.0)
+        assert not meets_target(2.9)
 
 
 def test_the_plan_carries_its_bound() -> None:

@@ -65,7 +65,7 @@ class _Check:
     def __init__(self, problem: Problem, low: int, high: int, most: float) -> None:
         self._problem = problem
         self._found = all_shares(problem, low, high)
-        tables, speed = problem.tables(high), max(k.speed for k in problem.cluster.kind_of_device())
+        tables, speed = problem.layer_tables, max(problem.speeds)
         fluid = Fluid.of(self._found, speed, bool(tables.linked[1:-1].all()))
         self.least = fluid.least_seconds(units_of(problem).total, most)
 

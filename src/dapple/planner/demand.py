@@ -20,9 +20,11 @@ from dapple.planner.problem import Problem
 from dapple.planner.relaxed import best_route, least_rings
 from dapple.planner.shares import Shares, prefix
 from dapple.planner.tables import CostTables, Ints
-from dapple.planner.traffic import Floats, certain_bytes
+from dapple.planner.traffic import Floats
 
 _SLACK = 1e-9
+_ROUNDING = 64
+"""Bytes by which the sums here may be above those of a stage that just fits."""
 _CHUNK = 100_000
 """Stages that are looked at together."""
 _DELAYS = 64
@@ -78,9 +80,8 @@ class Demand:
     @classmethod
     def of(cls, problem: Problem, found: Shares) -> Demand:
         """The costs for all M of a range of `row_ranges`."""
-        tables = problem.tables(found.high)
-        kinds = problem.cluster.kind_of_device()
-        speed = max(kind.speed for kind in kinds)
+        tables = problem.layer_tables
+        speed = max(problem.speeds)
         rings = [least_rings(problem, int(width)) for width in found.widths]
         most = found.most_widths
         factors = [2 + problem.state_factor(int(width), problem.shard) for width in most]
@@ -182,7 +183,8 @@ class Demand:
     def _stages(self, first: int, last: int, limit: float, needed: Floats) -> _Stages:
         """All stages that begin at layers `first` up to `last`, and can be part of a plan."""
         starts = np.arange(first, last)
-        reach = np.searchsorted(self._least_work, self._least_work[starts] + limit, side="right")
+        most = self._least_work[starts] + limit - self.fluid.quickest[starts]
+        reach = np.searchsorted(self._least_work, most, side="right")
         longest = int((reach - starts).max()) - 1
         stops = starts[:, None] + np.arange(1, max(longest, 1) + 1)
         inside = stops < len(self._least_work)
@@ -191,7 +193,7 @@ class Demand:
             sums[:, stops] - sums[:, starts, None]
             for sums in (self.work, self.both, self.forward, self.trip, self.fixed, self.saved)
         )
-        room = np.floor((self.memory - fixed) / np.maximum(saved, 1e-9) * (1 + _SLACK))
+        room = np.floor((self.memory - fixed + _ROUNDING) / np.maximum(saved, 1e-6))
         busy = own
         if self.capped:
             rounds = np.ceil(self.found.low / np.clip(room, 1, self.found.low))
@@ -236,7 +238,8 @@ class Demand:
         fixed, rate = self.ring_fixed[:, None, None], self.ring_rate[:, None, None]
         last = self.last_backward[:, stops] - self.last_backward[:, begin]
         before = self.last_backward[:, stops - 1] - self.last_backward[:, begin]
-        whole = np.where(own > 0, fixed + rate * own - last, 0.0)
+        several = tables.fewest_buckets(own) * fixed
+        whole = np.where(own > 0, several + rate * own - last, 0.0)
         untied = tables.untied_prefix[stops] - tables.untied_prefix[begin]
         late = np.where(untied > 0, rate * untied - before, -np.inf)
         exposed = np.maximum(whole, fixed + np.maximum.accumulate(late, axis=2))
@@ -297,7 +300,7 @@ def _room(problem: Problem) -> float:
 def _entering(problem: Problem, found: Shares) -> tuple[Floats, Floats]:
     """Seconds of the least messages over each cut: forward and backward, and forward."""
     latency, rate = best_route(problem)
-    certain = certain_bytes(problem.profile)
+    certain = problem.layer_tables.certain_bytes
     seconds = []
     for size, rows in (
         (certain.forward, found.first_rows),

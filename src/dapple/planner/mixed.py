@@ -9,6 +9,7 @@ split or of one in proportion to speed, the two that a search looks at.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -51,6 +52,7 @@ class Units:
         return sum(self.of_device)
 
 
+@functools.lru_cache(maxsize=8)
 def speed_units(speeds: tuple[float, ...]) -> Units:
     """The units that make devices least faster than they are.
 
@@ -68,7 +70,7 @@ def speed_units(speeds: tuple[float, ...]) -> Units:
 
 def units_of(problem: Problem) -> Units:
     """The units of the cluster's devices; one each where all are equally fast."""
-    return speed_units(tuple(kind.speed for kind in problem.cluster.kind_of_device()))
+    return speed_units(problem.speeds)
 
 
 def all_shares(problem: Problem, low: int, high: int) -> Shares:
@@ -80,7 +82,7 @@ def all_shares(problem: Problem, low: int, high: int) -> Shares:
     """
     if not problem.speeds_differ:
         return shares(problem, low, high)
-    speeds, units = [kind.speed for kind in problem.cluster.kind_of_device()], units_of(problem)
+    speeds, units = problem.speeds, units_of(problem)
     times, kinds = _Times(problem), sorted(set(zip(speeds, units.of_device, strict=True)))
     soonest = least_times(Counter(units.of_device), -(-problem.global_batch_size // high))
     found = [

@@ -81,10 +81,15 @@ class Problem:
         self._tables: dict[int, CostTables] = {}
         self._banks: dict[int, Bank] = {}
 
+    @cached_property
+    def speeds(self) -> tuple[float, ...]:
+        """Of the devices."""
+        return tuple(kind.speed for kind in self._kinds)
+
     @property
     def speeds_differ(self) -> bool:
         """Whether the cluster has devices of different speed."""
-        return len({kind.speed for kind in self._kinds}) > 1
+        return len(set(self.speeds)) > 1
 
     def with_proportional_rows(self) -> Problem:
         """The same, but replicas of different speed have rows in proportion to it."""
@@ -157,6 +162,16 @@ class Problem:
     def state_factor(self, replicas: int, shard: bool) -> float:
         """About the same of one of so many replicas, which share it out or not."""
         return self.optimizer_state_factor / (replicas if shard else 1)
+
+    @cached_property
+    def layer_tables(self) -> CostTables:
+        """Tables for what does not depend on M: times and bytes of layers at some rows."""
+        return self.tables(self.micro_batch_counts[0])
+
+    @cached_property
+    def least_rings(self) -> dict[int, list[tuple[float, float]]]:
+        """What `dapple.planner.relaxed.least_rings` found, by the number of replicas."""
+        return {}
 
     def tables(self, micro_batches: int) -> CostTables:
         """Stage and transfer times for M micro-batches."""

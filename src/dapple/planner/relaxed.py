@@ -15,7 +15,7 @@ from dapple.planner.mixed import units_of
 from dapple.planner.problem import Problem
 from dapple.planner.shares import Shares, prefix
 from dapple.planner.tables import CostTables, Ints
-from dapple.planner.traffic import Floats, MessageBytes, certain_bytes
+from dapple.planner.traffic import Floats, MessageBytes
 
 _SLACK = 1e-9
 
@@ -53,9 +53,9 @@ class Relaxed:
 
 def relax(problem: Problem, found: Shares) -> Relaxed:
     """Relaxed costs for all M of a range of `row_ranges`."""
-    speed = max(kind.speed for kind in problem.cluster.kind_of_device())
+    speed = max(problem.speeds)
     memory = max(kind.memory for kind in problem.cluster.kind_of_device())
-    tables = problem.tables(found.high)
+    tables = problem.layer_tables
     empty = np.tri(problem.num_layers + 1, dtype=np.bool_)
     work = _differences(prefix(found.work / speed))
     work[empty | (_least_bytes(problem, tables, found) > memory)] = np.inf
@@ -166,7 +166,8 @@ def _after(problem: Problem, tables: CostTables, found: Shares, speed: float) ->
     numbers = np.repeat(np.arange(len(rings)), [len(options) for options in rings])
     fixed, rate = np.array([ring for options in rings for ring in options]).T
     last = prefix(found.last_backward / speed)[numbers]
-    whole = fixed[:, None, None] + rate[:, None, None] * own - _differences(last)
+    whole = fixed[:, None, None] * tables.fewest_buckets(own)
+    whole = whole + rate[:, None, None] * own - _differences(last)
     exposed = exposed_seconds(tables.untied_prefix, last, fixed, rate)
     exposed = np.maximum(exposed, np.where(own > 0, whole, 0.0))
     begins = np.searchsorted(numbers, np.arange(len(rings)))
@@ -177,6 +178,13 @@ def _after(problem: Problem, tables: CostTables, found: Shares, speed: float) ->
 
 def least_rings(problem: Problem, replicas: int) -> list[tuple[float, float]]:
     """Fixed seconds and seconds per byte of the rings that may be the fastest."""
+    found = problem.least_rings.get(replicas)
+    if found is None:
+        found = problem.least_rings[replicas] = _find_rings(problem, replicas)
+    return found
+
+
+def _find_rings(problem: Problem, replicas: int) -> list[tuple[float, float]]:
     if replicas == 1:
         return [(0.0, 0.0)]
     cluster, paper = problem.cluster, problem.model.network.model == "paper"
@@ -210,7 +218,7 @@ def _ring_rate(link: Link, paper: bool) -> float:
 def _links(problem: Problem, found: Shares) -> tuple[Floats, Floats, Floats]:
     """Least seconds of the message between the first replicas of two stages: F + B, F, work."""
     latency, rate = best_route(problem)
-    certain = certain_bytes(problem.profile)
+    certain = problem.layer_tables.certain_bytes
 
     def seconds(rows: Floats, size: MessageBytes, messages: int = 1) -> Floats:
         sent = rows[:, :, None] * size.per_row + messages * size.fixed

@@ -75,7 +75,7 @@ def row_ranges(batch: int) -> list[tuple[int, int]]:
 
 def shares(problem: Problem, low: int, high: int) -> Shares:
     """The shares that any plan with low <= M <= high, one of `row_ranges`, gives to first replicas."""
-    batch, tables = problem.global_batch_size, problem.tables(high)
+    batch, tables = problem.global_batch_size, problem.layer_tables
     most, least = -(-batch // low), batch // low
     widths = _widths(problem.num_devices, most, least)
     first, last = -(-most // widths), -(-least // widths)

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dapple.costs import Network, split_rows
+from dapple.costs.model import BUCKET_BYTES, MOST_BUCKETS
 from dapple.planner.exposed import exposed_alone, exposed_seconds
 from dapple.planner.splits import RowSplits
 from dapple.planner.symmetry import Symmetry
@@ -256,7 +257,8 @@ class CostTables:
         if not any(ring):
             return np.zeros(len(start))
         own = self.own_parameter_bytes(start, stop)
-        whole = ring[0] + own * ring[1] - (table.most_backward[stop] - table.most_backward[start])
+        fixed = ring[0] * self.fewest_buckets(own)
+        whole = fixed + own * ring[1] - (table.most_backward[stop] - table.most_backward[start])
         whole = np.where(own > 0, whole, 0.0)
         if self.profile.num_layers > _FEW_LAYERS:
             ends = [
@@ -278,6 +280,16 @@ class CostTables:
             inside = holders[stop] - holders[start]
             own = own - group * np.where(inside == holders[-1], inside - 1, inside)
         return own
+
+    def fewest_buckets(self, own: Floats) -> Floats:
+        """How many AllReduces the gradients of a stage are at least cut into (rule 7), by bytes.
+
+        Without its last layer a bucket is not full.
+        """
+        largest = max(layer.parameter_bytes for layer in self.profile.layers)
+        full = np.maximum(BUCKET_BYTES, own / MOST_BUCKETS) + largest
+        fewest: Floats = np.maximum(np.ceil(own / full * (1 - 1e-12)), 1.0)
+        return fewest
 
     @cached_property
     def _tied(self) -> list[tuple[int, Ints]]:
