@@ -47,7 +47,8 @@ _CLIMBED = 6
 """Layouts on different devices that are improved before anything is simulated."""
 _FILL = 0.3
 """Part of one micro-batch's seconds on a single device that filling the pipeline takes, roughly."""
-_BEST_COUNTS = 5
+_BEST_COUNTS, _IN_EVERY_ORDER = 4, 2
+"""Best M that are looked at closely; of equal devices so many in other orders, too."""
 _GOOD = 1.2
 """How much longer than the best a step may look for its M to be looked at closely."""
 
@@ -71,8 +72,9 @@ class GeneralSearch:
         self._estimate(known)
         self._scout()
         self._split_in_two()
-        for count in self._best_counts():
-            self._look_closely(count)
+        for place, count in enumerate(self._best_counts()):
+            everywhere = place < _IN_EVERY_ORDER or self.problem.speeds_differ
+            self._look_closely(count, everywhere)
         for layout in self._on_different_devices(self._ranked(), _CLIMBED):
             self._estimate(climb(self.problem, layout))
         LocalSearch(self.problem, self.judge).run(self._estimates)
@@ -167,9 +169,10 @@ class GeneralSearch:
         small = self.problem.num_devices <= _FEW_DEVICES
         return _ALL_MARKS if small and self.problem.num_layers <= _ALL_MARKS else usual
 
-    def _look_closely(self, count: int) -> None:
+    def _look_closely(self, count: int, every_order: bool) -> None:
         marks = choose_marks(self.problem.tables(count), self._most_marks(_MARKS))
-        for number, order in enumerate(device_orders(self.problem.cluster)):
+        orders = device_orders(self.problem.cluster)
+        for number, order in enumerate(orders if every_order else orders[:1]):
             frame = self._frame(order, count)
             for in_flight in _IN_FLIGHT:
                 grid = self._grid(frame, count, marks, in_flight)
