@@ -17,6 +17,12 @@ GRADIENTS, STATISTICS = 0, 1
 """Channels of sums: of gradients and losses, and of batch statistics in the midst of actions."""
 
 
+PIECE_BYTES = 4 * 2**20
+"""Most bytes of a sum on gloo, whose threads work at a few at a time: larger ones leave the link idle
+at their ends. Over 500 Mbit/s pieces of 4 MiB were 1.3 % of a step faster than buckets of 8 MiB whole,
+and 2 % than pieces of 1 MiB."""
+
+
 class Pending(Protocol):
     """A transfer or sum under way."""
 
@@ -79,6 +85,7 @@ class DistributedTransport:
         for key in [*keys, *((STATISTICS, ranks) for ranks in statistics_groups)]:
             if key not in self._sums and len(key[1]) > 1:
                 self._sums[key] = dist.new_group(list(key[1]))
+        self._piece_bytes = PIECE_BYTES if dist.get_backend() == "gloo" else None
         self._pairs: dict[tuple[int, int], dist.ProcessGroup | None] = {}
         for pair in itertools.chain.from_iterable((p, p[::-1]) for p in stage_pairs):
             if dist.get_backend() == "gloo":
@@ -100,7 +107,11 @@ class DistributedTransport:
         if len(ranks) == 1:
             return Done()
         group = self._sums[channel, tuple(ranks)]
-        return _started(dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=True))
+        started = [
+            _started(dist.all_reduce(piece, op=dist.ReduceOp.SUM, group=group, async_op=True))
+            for piece in pieces(tensor, self._piece_bytes)
+        ]
+        return started[0] if len(started) == 1 else _All(started)
 
     def broadcast(self, tensor: torch.Tensor, source: int, ranks: Sequence[int]) -> Pending:
         """Start a broadcast from the rank `source` over `ranks`, the group of a sum."""
@@ -113,6 +124,26 @@ class Done:
 
     def wait(self) -> None:
         """Return at once."""
+
+
+class _All:
+    """Several transfers as one."""
+
+    def __init__(self, parts: Sequence[Pending]) -> None:
+        self._parts = parts
+
+    def wait(self) -> None:
+        """Return when all are over."""
+        for part in self._parts:
+            part.wait()
+
+
+def pieces(tensor: torch.Tensor, piece_bytes: int | None) -> Sequence[torch.Tensor]:
+    """A contiguous tensor as views of at most so many bytes; None: as it is."""
+    if piece_bytes is None or tensor.nbytes <= piece_bytes:
+        return [tensor]
+    found: Sequence[torch.Tensor] = tensor.view(-1).split(piece_bytes // tensor.element_size())
+    return found
 
 
 def _started(work: dist.Work | None) -> Pending:
