@@ -136,6 +136,7 @@ def section(answers: Answers) -> str:
                 "under the last backward, and in `shared` first inside the machines and then between "
                 "them, where the paper's formula has one ring of all 16 devices at the speed of the "
                 "slowest link.",
+                "On B the averages are about the paper's.",
                 "On C it is more: batches smaller than the paper's table are in the average as well. "
                 "Which ones the paper averages over is not known to us, and the gain shrinks as the batch "
                 "grows, since data parallelism pays its AllReduce once a step.",
@@ -163,5 +164,5 @@ def _amoebanet(answers: Answers) -> str:
     return (
         "AmoebaNet-36's data parallelism did not fit in the paper, whose table has 20 GB for it. With our "
         f"16.3 GB it just fits, a row at a time, and our plan is {min(gains):.2f} to {max(gains):.2f} "
-        "times as fast."
+        "times as fast (`shared`)."
     )

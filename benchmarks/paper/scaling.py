@@ -157,6 +157,7 @@ def section(answers: Answers) -> str:
         row = [f"{devices}", f"{blocks}", f"{parameters / 1e9:.2f} G", f"{busy:.0%}"]
         row += [f"{ours.blocks}", f"{ours.parameters / 1e9:.2f} G", f"{ours.utilisation:.0%}"]
         largest.append([*row, f"{ours.peak / 1e9:.1f} GB"])
+    state = [_STATE * answers[LargestBert(n)].parameters / n / 1e9 for n in LARGEST_BERT]
     return join(
         "## Strong scaling on A",
         paragraph(
@@ -188,9 +189,10 @@ def section(answers: Answers) -> str:
         bullets(
             [
                 f"The paper's largest models take {_STATE} x 640 M = 10.2 GB of state on one device and "
-                "11.2, 10.8 and 11.0 on each of 2, 4 and 8; about 5 GB were left for activations and the "
-                "framework. Ours fill the 16 GiB but for one block's activations and the inputs that are "
-                "kept, since our accounting knows no framework.",
+                "11.2, 10.8 and 11.0 on each of 2, 4 and 8; 6 to 7 GB of the 16 GiB were left for "
+                f"activations and the framework. Ours take {min(state):.1f} to {max(state):.1f} GB of state, "
+                "since our accounting knows no framework: the rest is for what a stage keeps of one "
+                "micro-batch while it runs again, and for the inputs of the others.",
                 "The paper does not give its number of micro-batches, on which the bubble depends. One "
                 "device has no bubble: its 93 % must be what a device waits for its program, which we "
                 "do not model.",

@@ -57,6 +57,23 @@ def test_the_ratio_is_of_samples_a_second_and_of_the_stages_mean_memory() -> Non
     assert ratio(results(), recompute=True).paper == pytest.approx((6.77 / 5.53, 8.5 / 13.2))
 
 
+def test_rounds_that_differ_show_in_the_ratio() -> None:
+    """A GPipe step that took a third less in one round: the median stays, the lowest does not."""
+    found = results()
+    found["cells"][0]["seconds"][0] = 2.0
+    measured = ratio(found, recompute=False)
+    assert measured.measured == measured.highest == pytest.approx((3 / 2) / (17 / 16))
+    assert measured.lowest == pytest.approx(measured.measured * 2 / 3)
+
+
+def test_the_simulators_error_is_told_with_and_without_recompute() -> None:
+    """Ten per cent too much with it, none without."""
+    found = results()
+    found["cells"][2]["accounted"] = [peak * 11 // 10 for peak in found["cells"][2]["measured"]]
+    text = " ".join(account(found).split())
+    assert "within 0.0% of the meter without recompute, and within 10.0% with it" in text
+
+
 def test_the_account_has_each_cell_beside_the_papers() -> None:
     """As multiples of GPipe's at M = 2; what needs more than the cap is out of memory."""
     text = account(results())
@@ -65,6 +82,7 @@ def test_the_account_has_each_cell_beside_the_papers() -> None:
     (ours,) = [line for line in text.splitlines() if line.startswith("| early backward |")]
     assert "1.41, 0.88<br>*1.60, 0.88*" in ours
     assert goals(results()).count("reached") == 2
+    assert "| 1.41 (1.41 to 1.41) | 1.41 |" in text
     slow = results()
     slow["cells"][4]["simulated"] = 16.0
     assert "0.941 (at least 0.95): missed" in goals(slow)
