@@ -122,8 +122,9 @@ def section(answers: Answers) -> str:
         "## The best hybrid against data parallelism",
         paragraph(
             """*Simulated.* Speedup over one device whose memory holds everything, over the global batch
-            size: our plan, data parallelism at its best number of micro-batches, and the same with the
-            AllReduce after the last backward. The pictures are of network model `shared`."""
+            size: our plan, data parallelism at the best of the planner's numbers of micro-batches (1, 2,
+            3, 4, 6, 8, 12, ...), and the same with the AllReduce after the last backward. The pictures
+            are of network model `shared`."""
         ),
         *pictures,
         "Our plan over data parallelism with overlap, without AmoebaNet-36:",

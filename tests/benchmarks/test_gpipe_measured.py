@@ -32,7 +32,7 @@ def results() -> dict[str, Any]:
     """Two equal stages whose forward and backward take a second, and nothing besides."""
     mib = 2**20
     return {
-        "rounds": 3, "rows": 2, "width": 8, "layers": 8, "heads": 2, "length": 8, "recomputed": 3,
+        "rounds": 3, "rows": 2, "width": 8, "layers": 8, "heads": 2, "length": 8, "recomputed": 3, "counts": "2,5,16",
         "parameters": 1000, "speed_alone": 1.25, "cap": 115 * mib, "stage_seconds": [1.0, 1.0], "message_seconds": 0.0,
         "cells": [
             cell("gpipe", 2, 3.0, (100 * mib, 100 * mib)),
@@ -83,8 +83,10 @@ def test_the_account_has_each_cell_beside_the_papers() -> None:
     assert "1.41, 0.88<br>*1.60, 0.88*" in ours
     assert goals(results()).count("reached") == 2
     assert "| 1.41 (1.41 to 1.41) | 1.41 |" in text
+    assert "took 1.00 to 1.00 times as long as simulated" in " ".join(text.split())
     slow = results()
     slow["cells"][4]["simulated"] = 16.0
+    assert "took 1.00 to 1.06 times as long as simulated" in " ".join(account(slow).split())
     assert "0.941 (at least 0.95): missed" in goals(slow)
 
 

@@ -1,6 +1,7 @@
 """Profiles that come with dapple: the paper's models on the paper's device, from their shapes.
 
-Written by `dapple profile NAME --device v100-16gb`; a test holds them against a new one.
+Written by `dapple profile NAME --device v100-16gb`, most with fewer `--batch-sizes` than the usual
+ones; a test holds them against a new one.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class AmoebaNet(nn.Module):
                      |        ^ '------------^------------^
                      '--------'--------------'  every cell reads the two before it
 
-    The defaults, 36 normal cells and 512 filters, have 933 M parameters.
+    The defaults, 36 normal cells and 512 filters, have 935.8 M parameters.
 
     Args:
         layers: number of normal cells, a multiple of three.
