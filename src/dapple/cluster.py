@@ -40,10 +40,12 @@ def _quantity(parse: Any) -> BeforeValidator:
     return BeforeValidator(read)
 
 
-ByteCount = Annotated[int, _quantity(parse_bytes), Field(gt=0)]
-BytesPerSecond = Annotated[float, _quantity(parse_bandwidth), Field(gt=0)]
+# Beyond these limits (1 EiB, 30 years, a byte in a quarter of an hour) a number is a slip, and sums
+# would overflow.
+ByteCount = Annotated[int, _quantity(parse_bytes), Field(gt=0, le=2**60)]
+BytesPerSecond = Annotated[float, _quantity(parse_bandwidth), Field(ge=1e-3)]
 FlopsPerSecond = Annotated[float, _quantity(parse_flops), Field(gt=0)]
-SecondsValue = Annotated[float, _quantity(parse_seconds), Field(ge=0)]
+SecondsValue = Annotated[float, _quantity(parse_seconds), Field(ge=0, le=1e9)]
 
 
 class _Frozen(BaseModel):
@@ -65,7 +67,7 @@ class DeviceKind(_Frozen):
     memory: ByteCount
     flops: FlopsPerSecond | None = None
     memory_bandwidth: BytesPerSecond | None = None
-    speed: Annotated[float, Field(gt=0)] = 1.0
+    speed: Annotated[float, Field(ge=1e-9, le=1e9)] = 1.0
     source: str = ""
 
 

@@ -93,7 +93,10 @@ def format_seconds(seconds: float) -> str:
 
 def _split(value: str | float, what: str, example: str) -> tuple[float, str]:
     if not isinstance(value, str):
-        number, unit = float(value), ""
+        try:
+            number, unit = float(value), ""
+        except OverflowError:
+            raise UnitError(f"{what} of {len(str(value))} digits is too large") from None
     else:
         match = _NUMBER.fullmatch(value)
         try:

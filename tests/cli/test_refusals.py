@@ -77,6 +77,7 @@ def test_a_profile_that_cannot_be_read_is_named(verb: str, text, words: str, pla
         (lambda p: p["layers"][0].update(saved_bytes=[float("nan"), 1]), "layers.0.saved_bytes.0"),
         (lambda p: p["layers"][0].update(parameter_bytes="much"), "layers.0.parameter_bytes"),
         (lambda p: p["layers"][0].update(parameter_bytes=10**40), "less than or equal"),
+        (lambda p: p["tensors"][0].update(bytes_per_sample=1e308), "tensors.0.bytes_per_sample"),
         (lambda p: p["tensors"][0].update(consumers=[99]), "must be layers after its producer"),
         (lambda p: p.pop("layers"), "layers: Field required"),
     ],
@@ -117,6 +118,9 @@ def test_a_cluster_that_does_not_exist_is_refused(name: str, words: str, profile
         ("memory = 17179869184", 'memory = "40 parsecs"', '"40 parsecs" has no known unit'),
         ("memory = 17179869184", "memory = 0", "machines.0.kind.memory"),
         ("memory = 17179869184", "memory = nan", "machines.0.kind.memory"),
+        ("memory = 17179869184", f"memory = {10**400}", "too large"),
+        ("speed = 1.0", "speed = 1e-310", "machines.0.kind.speed"),
+        ("latency = 5e-06", "latency = 1e300", "machines.0.inside.latency"),
         ("latency = 5e-06", 'latency = "soon"', 'write it like "30 us"'),
         ("bandwidth = 40000000000.0", 'bandwidth = "-1 GB/s"', 'write it like "25 Gbit/s"'),
         ("devices = 2", "devices = 0", "machines.0.devices"),
@@ -254,6 +258,8 @@ def test_an_output_that_cannot_be_written_is_refused(where, profile_file, plan_f
             '"fsdp" is not shared out among replicas yet',
         ),
         (lambda p: p["stages"][0].update(rows=[0]), "cannot be shares of replicas"),
+        (lambda p: p["stages"][0].update(rows=[1e308]), "stages.0.rows.0"),
+        (lambda p: p.update(optimizer_state_factor=1e308), "optimizer_state_factor"),
         (lambda p: p["stages"][0].update(recompute=[[5, 9]]), "half-open ranges within the stage"),
         (
             lambda p: p.update(

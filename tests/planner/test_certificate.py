@@ -23,7 +23,7 @@ from dapple.planner.problem import Problem
 from dapple.planner.refusal import Refusal
 from dapple.planner.relaxed import meets, relax
 from dapple.planner.shares import row_ranges
-from dapple.records import LayerProfile, ModelProfile
+from dapple.records import LayerProfile, ModelProfile, StagePlan, TensorProfile
 from tests.planner.instances import brute_force, random_cluster, random_profile
 from tests.planner.strategies import clusters, profiles
 
@@ -148,3 +148,36 @@ def test_the_plan_carries_its_bound() -> None:
     assert predicted is not None
     assert predicted.lower_bound_seconds is not None
     assert 0.5 * predicted.step_seconds < predicted.lower_bound_seconds <= predicted.step_seconds
+
+
+def test_the_best_pair_of_machines_need_not_be_neighbours() -> None:
+    """Of slow and fast machines in turn, a pipeline on the fast ones is not below the bound."""
+    groups = tuple(
+        Machines(
+            devices=1,
+            kind=DeviceKind(name="d", memory=80 * 2**30),
+            inside=Link(bandwidth=1e11),
+            outside=Link(bandwidth=bandwidth, latency=1e6 / bandwidth),
+        )
+        for bandwidth in (1e7, 1e10, 1e7, 1e10)
+    )
+    cluster = Cluster(name="in turn", machines=groups)
+    layers = tuple(
+        LayerProfile(
+            name=f"l{n}",
+            forward_seconds=(0.01,),
+            backward_seconds=(0.02,),
+            parameter_bytes=2**31,
+        )
+        for n in range(2)
+    )
+    tensor = TensorProfile(name="t", producer=0, consumers=(1,), bytes_per_sample=1e6)
+    profile = ModelProfile(
+        model="m", device="d", batch_sizes=(1,), layers=layers, tensors=(tensor,)
+    )
+    problem = Problem(profile, cluster, 16)
+    stages = tuple(
+        StagePlan(start=n, stop=n + 1, devices=(2 * n + 1,), warmup=2 - n) for n in range(2)
+    )
+    seconds = problem.step_seconds(stages, 16)
+    assert lower_bound(problem, 2 * seconds, 16) <= seconds

@@ -118,3 +118,23 @@ def test_the_command_line_explains(tmp_path, capsys, monkeypatch):
         run()
     assert ended.value.code == 0
     assert "instead of it:" in capsys.readouterr().out
+
+
+def test_a_step_that_takes_no_time_is_explained():
+    """Nothing binds it, and there are no ratios to it."""
+    found = _explained(_profile([0.0, 0.0], parameters=0, message=0.0), _cluster(2))
+    assert found.binding == ("nothing in particular",)
+    assert "dp: 0 us (1 micro-batches)" in str(found)
+
+
+def test_alternatives_may_save_memory_as_the_plan_may():
+    """Two layers fit on a device, four only where two replicas share out the optimizer's state."""
+    profile, cluster = _profile([1.0] * 4, parameters=10**8), _cluster(2, memory=13 * 10**8)
+    steps = [
+        {other.name: other.step_seconds for other in found.alternatives}["one stage fewer"]
+        for found in (
+            _explained(profile, cluster, planner="straight", shard=shard) for shard in (False, True)
+        )
+    ]
+    assert steps[0] is None
+    assert steps[1] is not None

@@ -224,6 +224,16 @@ def test_the_general_search(
     check(found.plan, profile)
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_model_goes_where_the_memory_is(first: int) -> None:
+    """A layer that only one machine can hold is planned there, whichever machine is the first."""
+    groups = [cluster(1, memory=size).machines[0] for size in (GIB, 80 * GIB)]
+    where = Cluster(name="uneven", machines=(groups[first], groups[1 - first]))
+    plan = make_plan(model([1e-3], parameters=4 * GIB), where, 8)
+    check(plan, model([1e-3], parameters=4 * GIB))
+    assert plan.stages[0].devices == (1 - first,)
+
+
 def test_the_general_search_alone_refuses_as_well() -> None:
     """With the baselines left out too, a model that fits nowhere is a MemoryPlanError."""
     options = SearchOptions(baselines=False, exact=False)

@@ -135,6 +135,22 @@ def test_a_layer_larger_than_every_device() -> None:
         make_plan(_profile(layers=1, parameters=100 * MIB), preset("config-a").with_memory(MIB), 8)
 
 
+def test_the_device_that_lacks_memory_is_named() -> None:
+    """Of replicas on devices of two sizes a refusal names the one whose bytes it tells."""
+    groups = preset("config-a:1x1").machines
+    small = groups[0].kind.model_copy(update={"name": "small", "memory": MIB})
+    machines = (*groups, groups[0].model_copy(update={"kind": small}))
+    cluster = preset("config-a:1x1").model_copy(update={"machines": machines})
+    with pytest.raises(MemoryPlanError, match=r"of 1.0 MiB on small"):
+        make_plan(_profile(layers=1, saved=20 * MIB), cluster, 2, planner="dp")
+
+
+def test_activations_of_one_layer_and_one_row_ask_for_a_larger_device() -> None:
+    """There is nothing left to cut."""
+    with pytest.raises(MemoryPlanError, match="this one layer needs devices with"):
+        make_plan(_profile(layers=1, saved=20 * MIB), preset("config-a").with_memory("10 MiB"), 1)
+
+
 def test_memory_caps_the_warm_up() -> None:
     """K_i is lowered where the activations of S - i micro-batches do not fit."""
     profile = _profile(layers=4, saved=20 * MIB)

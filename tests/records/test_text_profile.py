@@ -107,6 +107,8 @@ def test_residual_addition_is_priced(tmp_path: Path) -> None:
         (CHAIN + _node("node3", "x", "1", "1", "1", "1"), 'line 6: "node3" is defined twice'),
         (CHAIN.replace("2.0,", "fast,"), 'line 2: forward_compute_time "fast" is no number'),
         (CHAIN.replace("2.0,", "-2.0,"), "line 2: forward_compute_time -2.0 must be finite"),
+        (CHAIN.replace("2.0,", "2,5,"), 'line 2: "5" belongs to no field'),
+        (CHAIN.replace("2.0,", "1e300,"), "line 2: forward_compute_time 1e300 is too large"),
         (CHAIN.replace("2.0,", "nan,"), "line 2: forward_compute_time nan must be finite"),
         (CHAIN.replace(", parameter_size=40.0", ""), "line 2: node2 has no parameter_size"),
         (CHAIN + "node3 -- node1\n", "lies on or behind a cycle"),

@@ -115,6 +115,9 @@ def plan(
             optimizer=optimizer,
             schedule=schedule,
             network_model=network_model,
+            warmup=warmup,
+            recompute=recompute,
+            shard=shard,
         )
         console.print(str(explain_plan(result, costs, problem)))
     if output is not None:

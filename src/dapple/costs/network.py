@@ -108,11 +108,11 @@ class Network:
     def _find_route(self, source: int, target: int) -> Route:
         if source == target:
             link = self._groups[source].inside
-            latency, rate = link.latency, _flow_rate(link)
+            latency, rate = link.latency, flow_rate(link)
         else:
             ends = self._outside(source), self._outside(target)
             latency = max(link.latency for link in ends)
-            rate = min(map(_flow_rate, ends))
+            rate = min(map(flow_rate, ends))
         if self.model == "paper":
             return Route(0.0, rate)
         if source == target:
@@ -163,7 +163,8 @@ class Network:
         return link
 
 
-def _flow_rate(link: Link) -> float:
+def flow_rate(link: Link) -> float:
+    """Bytes per second of a flow that is alone."""
     return min(link.bandwidth, link.flow_bandwidth or link.bandwidth)
 
 

@@ -55,7 +55,7 @@ def trade_off(grid: Grid, limit: float, attached: bool, values: int) -> list[Lay
     if low <= high:
         bounds = np.array([high])
         if grid.micro_batches > 1 and low > 0:
-            steps = min(values, int(np.log(high / low) / np.log(_CLOSE)) + 1)
+            steps = min(values, int((np.log(high) - np.log(low)) / np.log(_CLOSE)) + 1)
             bounds = np.geomspace(low, high, steps + 1)[1:]
         found += best_below(grid, bounds, limit, attached)
     return list(dict.fromkeys(plan.layout for plan in found))

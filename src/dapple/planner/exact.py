@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dapple.planner.bounds import layout_bounds
+from dapple.planner.frame import device_orders
 from dapple.planner.layout import Layout
 from dapple.planner.placement import placements
 from dapple.planner.problem import Problem
@@ -56,7 +57,7 @@ def families(problem: Problem, limit: int) -> list[Family] | None:
         cuts = math.comb(problem.num_layers - 1, stages - 1)
         per_devices = cuts * len(problem.micro_batch_counts)
         room = (limit - total) // per_devices
-        devices = list(itertools.islice(device_sequences(problem.machine_sizes, stages), room + 1))
+        devices = list(itertools.islice(_in_all_orders(problem, stages), room + 1))
         if len(devices) > room:
             return None
         total += per_devices * len(devices)
@@ -72,6 +73,26 @@ def all_bounds(layers: int, stages: int) -> Ints:
     cuts = np.array(list(itertools.combinations(range(1, layers), stages - 1)), dtype=np.int64)
     cuts = cuts.reshape(math.comb(layers - 1, stages - 1), stages - 1)
     return np.pad(cuts, ((0, 0), (1, 1)), constant_values=((0, 0), (0, layers)))
+
+
+def _in_all_orders(problem: Problem, stages: int) -> Iterator[tuple[Devices, ...]]:
+    """`device_sequences` with the machines as they are, the best first, and the best last.
+
+    The policies begin with the first machine, which may be the slowest or the one with least memory.
+    """
+    machine = problem.cluster.machine_of_device()
+    orders = [
+        tuple(dict.fromkeys(machine[d] for d in order)) for order in device_orders(problem.cluster)
+    ]
+    found: set[tuple[Devices, ...]] = set()
+    for order in dict.fromkeys(orders):
+        devices = [d for m in order for d in range(len(machine)) if machine[d] == m]
+        sizes = [problem.machine_sizes[m] for m in order]
+        for sequence in device_sequences(sizes, stages):
+            sets = tuple(tuple(sorted(devices[d] for d in part)) for part in sequence)
+            if sets not in found:
+                found.add(sets)
+                yield sets
 
 
 def device_sequences(

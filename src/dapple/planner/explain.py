@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dapple.costs import CostModel
 from dapple.planner.layout import Layout
@@ -64,10 +64,11 @@ class Explanation:
             if other.step_seconds is None:
                 lines.append(f"  {other.name}: {other.reason}")
             else:
-                ratio = other.step_seconds / self.step_seconds
+                ratio = (
+                    f", {other.step_seconds / self.step_seconds:.3f}x" if self.step_seconds else ""
+                )
                 lines.append(
-                    f"  {other.name}: {format_seconds(other.step_seconds)}, {ratio:.3f}x "
-                    f"({other.reason})"
+                    f"  {other.name}: {format_seconds(other.step_seconds)}{ratio} ({other.reason})"
                 )
         return "\n".join(lines)
 
@@ -78,7 +79,7 @@ def explain(result: SearchResult, profile: ModelProfile, problem: Problem) -> Ex
     Args:
         result: the search's result.
         profile: the model's costs.
-        problem: the same profile, cluster and batch.
+        problem: the same profile, cluster, batch and options.
     """
     plan = result.plan
     if any(stage.rows for stage in plan.stages):
@@ -99,7 +100,7 @@ def _binding(plan: Plan, profile: ModelProfile, problem: Problem, here: float) -
     gains: list[tuple[float, str]] = []
     for number, stage in enumerate(plan.stages):
         faster = _with_faster_layers(profile, range(stage.start, stage.stop))
-        gain = 1 - _seconds(plan, faster) / here
+        gain = _share(here - _seconds(plan, faster), here)
         layers = (
             f"layers {stage.start}-{stage.stop - 1}, {_names(profile, stage.start, stage.stop)}"
         )
@@ -108,14 +109,19 @@ def _binding(plan: Plan, profile: ModelProfile, problem: Problem, here: float) -
         )
     for cut, (stage, _) in enumerate(itertools.pairwise(plan.stages)):
         layer = profile.layers[stage.stop - 1].name
-        gain = 1 - _seconds(plan, _without_cut(profile, stage.stop)) / here
+        gain = _share(here - _seconds(plan, _without_cut(profile, stage.stop)), here)
         where = f"transfers between stages {cut} and {cut + 1} (cut after {layer})"
         gains.append((gain, f"{where}: for free gives {100 * gain:.1f} %"))
-    gain = 1 - _seconds(plan, _without_gradients(profile)) / here
+    gain = _share(here - _seconds(plan, _without_gradients(profile)), here)
     gains.append((gain, f"AllReduce of gradients: for free gives {100 * gain:.1f} %"))
     found = [text for gain, text in sorted(gains, reverse=True) if gain > _NOTICEABLE]
     yield from found or ["nothing in particular"]
     yield from _memory(plan, problem)
+
+
+def _share(part: float, whole: float) -> float:
+    """A part of a step; of one that takes no time nothing is part."""
+    return part / whole if whole > 0 else 0.0
 
 
 def _memory(plan: Plan, problem: Problem) -> Iterator[str]:
@@ -143,10 +149,10 @@ def _named(result: SearchResult, names: Iterable[str]) -> Iterator[Alternative]:
 
 def _best(problem: Problem, name: str, layouts: Iterable[Layout], plan: Plan) -> Alternative:
     best: tuple[float, Layout] | None = None
-    tried = 0
     refused: Refusal | None = None
-    for layout in itertools.islice(layouts, _MOST_NEIGHBOURS):
-        tried += 1
+    for plain in itertools.islice(layouts, _MOST_NEIGHBOURS):
+        (policy, *_), spare = problem.policies(plain), problem.recompute
+        layout = replace(plain, policy=policy, recompute=spare, shard=problem.shard)
         stages = problem.fit(layout, name)
         if isinstance(stages, Refusal):
             refused = refused or stages

@@ -123,6 +123,7 @@ class Memory:
             memory = self._bytes(stages, number, rows, least, replica)
             if memory is not None and (worst is None or memory.total - available > worst[0]):
                 worst = memory.total - available, memory, available
+        kinds = [self._kinds[device] for device in stages[number].devices]
         assert worst is not None, "only a stage whose memory is known is refused"
         return Refusal(
             name=name,
@@ -130,7 +131,7 @@ class Memory:
             num_stages=len(stages),
             layers=(stages[number].start, stages[number].stop),
             devices=stages[number].devices,
-            device_kind=self._kinds[stages[number].devices[0]].name,
+            device_kind=next(kind.name for kind in kinds if kind.memory == worst[2]),
             micro_batch_rows=rows,
             in_flight=least,
             needed=worst[1],

@@ -29,7 +29,7 @@ class Refusal:
         stage: the first stage that does not fit, of `num_stages`.
         layers: the stage's layers, a half-open range.
         devices: the stage's devices.
-        device_kind: the kind of its first device.
+        device_kind: the kind of the one of them that lacks most.
         micro_batch_rows: rows of a micro-batch before the replica split; the least tried.
         in_flight: K_i that the bytes are for.
         needed: bytes by what they are for, on the replica with most rows.
@@ -65,7 +65,9 @@ class Refusal:
             return f"this one layer needs {more}, or a leaner optimizer than {self.optimizer}"
         if self.micro_batch_rows > 1:
             return f"use a smaller micro-batch, or take {more}"
-        return f"cut its layers into more stages, or take {more}"
+        if self.layers[1] - self.layers[0] > 1:
+            return f"cut its layers into more stages, or take {more}"
+        return f"this one layer needs {more}"
 
     def parts(self) -> str:
         """The bytes by what they are for, in words; parts without bytes are left out."""

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dapple.cluster import Link
+from dapple.costs.network import flow_rate
 from dapple.planner.exposed import exposed_seconds
 from dapple.planner.mixed import units_of
 from dapple.planner.problem import Problem
@@ -275,15 +276,16 @@ def _least_rows(batch: int, found: Shares, replicas: int) -> int:
 
 def best_route(problem: Problem) -> tuple[float, float]:
     """The least latency and the highest rate among all pairs of devices."""
-    routes = []
-    network = problem.model.network
-    first = np.cumsum([0, *problem.machine_sizes])
-    for here in range(len(problem.machine_sizes)):
-        if problem.machine_sizes[here] > 1:
-            routes.append(network.route(int(first[here]), int(first[here]) + 1))
-        if here:
-            routes.append(network.route(0, int(first[here])))
-            routes.append(network.route(int(first[here]), int(first[here - 1])))
+    sizes, network = problem.machine_sizes, problem.model.network
+    first = np.cumsum([0, *sizes]).tolist()
+    routes = [network.route(first[m], first[m] + 1) for m, size in enumerate(sizes) if size > 1]
+    cards = [group.outside for group in problem.cluster.machine_groups()]
+    outside = [(m, card) for m, card in enumerate(cards) if card is not None and len(sizes) > 1]
+    # The worse of two cards counts: the two fastest give the highest rate, and likewise latency.
+    for worst in (lambda card: -flow_rate(card), lambda card: card.latency):
+        pair = sorted(outside, key=lambda end: worst(end[1]))[:2]
+        if len(pair) == 2:
+            routes.append(network.route(first[pair[0][0]], first[pair[1][0]]))
     if not routes:
         return 0.0, math.inf
     return min(route.latency for route in routes), max(route.rate for route in routes)

@@ -31,7 +31,7 @@ class StagePlan(Record):
     devices: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=1)
     warmup: Count = 1
     recompute: bool | tuple[tuple[int, int], ...] = False
-    rows: tuple[float, ...] | None = None
+    rows: tuple[Annotated[float, Field(le=1e9)], ...] | None = None
     shard: Literal["none", "optimizer"] = "none"
 
     @field_validator("shard", mode="before")
@@ -104,7 +104,7 @@ class Plan(Record):
     virtual: Count = 1
     network_model: Literal["shared", "paper"] = "shared"
     optimizer: str = "adamw"
-    optimizer_state_factor: Annotated[float, Field(ge=0)] = 2.0
+    optimizer_state_factor: Annotated[float, Field(ge=0, le=1e3)] = 2.0
     stages: tuple[StagePlan, ...] = Field(min_length=1)
     predicted: Predicted | None = None
     cluster: Cluster

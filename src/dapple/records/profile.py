@@ -71,8 +71,8 @@ class TensorProfile(Record):
     name: str
     producer: Annotated[int, Field(ge=-1)]
     consumers: tuple[Annotated[int, Field(ge=0)], ...]
-    bytes_per_sample: Annotated[float, Field(ge=0)] = 0.0
-    fixed_bytes: Annotated[float, Field(ge=0)] = 0.0
+    bytes_per_sample: Annotated[float, Field(ge=0, le=2**60)] = 0.0
+    fixed_bytes: Annotated[float, Field(ge=0, le=2**60)] = 0.0
     needs_grad: bool = True
 
 

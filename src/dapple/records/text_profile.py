@@ -26,6 +26,8 @@ from dapple.files import read_text
 from dapple.records.profile import LayerProfile, ModelProfile, TensorProfile
 
 _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
+# Milliseconds and bytes that a profile can hold.
+_LARGEST = dict(zip(_FIELDS, (1e12, 1e12, 1e18, 1e18), strict=True))
 _ASSIGNMENT = re.compile(r"(\w+)\s*=\s*(\[[^\]]*\]|[^,\s\[]+)")
 _METADATA = re.compile(r"\s--\s+(?=\w+\s*=)")
 
@@ -106,6 +108,9 @@ def _read_node(line: str, number: int, path: str) -> tuple[str, _Node]:
     if not metadata or not separator or not key.strip():
         _refuse(path, number, f'"{_short(line)}" is not "node -- name -- field=value, ..."')
     found = dict(_ASSIGNMENT.findall(metadata[0]))
+    stray = [part for part in re.split(r"[,\s]+", _ASSIGNMENT.sub(",", metadata[0])) if part]
+    if any(part[0].isdigit() for part in stray):
+        _refuse(path, number, f'"{stray[0]}" belongs to no field; write numbers like 1.5 or 1000')
     missing = [f for f in _FIELDS if f not in found]
     if missing:
         _refuse(path, number, f"{key} has no {', '.join(missing)}")
@@ -128,6 +133,8 @@ def _read_value(text: str, what: str, number: int, path: str) -> float:
         _refuse(path, number, f'{what} "{text}" is no number')
     if any(not 0 <= value < float("inf") for value in values):
         _refuse(path, number, f"{what} {text} must be finite and not negative")
+    if sum(values) > _LARGEST[what]:
+        _refuse(path, number, f"{what} {text} is too large; at most {_LARGEST[what]:.0e}")
     return sum(values)
 
 
