@@ -28,7 +28,7 @@ from tests.planner.instances import brute_force, random_cluster, random_profile
 from tests.planner.strategies import clusters, profiles
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(profiles(), clusters(), st.integers(1, 13), st.data())
 def test_no_plan_is_below_the_bound(
     profile: ModelProfile, cluster: Cluster, batch: int, data: st.DataObject

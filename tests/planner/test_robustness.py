@@ -204,7 +204,7 @@ def test_a_layer_larger_than_any_device_is_refused_in_bytes() -> None:
         make_plan(model([1e-3] * 3, parameters=20 * GIB), cluster(8), 8)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     profiles(max_layers=9),
     clusters(max_devices=9),

@@ -145,7 +145,7 @@ def test_memory_of_the_device_with_most_rows_counts() -> None:
         assert plan.stages[0].rows == rows
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(profiles(max_layers=6), clusters(max_devices=5), st.sampled_from([1, 5, 12]), st.booleans())
 def test_never_longer_than_with_even_rows(
     profile: ModelProfile, where: Cluster, batch: int, exact: bool

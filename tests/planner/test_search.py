@@ -32,7 +32,7 @@ def _profile(layers: int = 4, parameters: int = MIB, saved: int = MIB) -> ModelP
     return ModelProfile(model="same", device="d", batch_sizes=(1,), layers=(layer,) * layers)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     profiles(),
     clusters(),
