@@ -63,11 +63,12 @@ class Precision:
         Raises:
             CaptureError: the types of what crosses cuts can't be told.
         """
-        if program.reads or program.makes:
-            reads, makes = (
-                self.typed(graph, tensors, training) for tensors in (program.reads, program.makes)
-            )
-            program = dataclasses.replace(program, reads=reads, makes=makes)
+        if self.name not in _TYPES:
+            return program
+        # In one go: finding out runs the whole model on tensors without values.
+        tensors = self.typed(graph, (*program.reads, *program.makes), training)
+        count = len(program.reads)
+        program = dataclasses.replace(program, reads=tensors[:count], makes=tensors[count:])
         return self.around(program)
 
     def around(self, program: StageProgram) -> StageProgram:
