@@ -63,6 +63,22 @@ def test_plan_as_json_is_the_plan_that_it_writes(profile_file, tmp_path):
     assert validate_record(Plan, shown, "output") == load_record(Plan, path)
 
 
+@pytest.mark.parametrize("schedule", ["early-backward", "zero-bubble"])
+def test_the_explanation_is_part_of_the_json(profile_file, tmp_path, schedule: str):
+    """And of the plan that is written: step, what binds it, and the alternatives with their steps."""
+    path = tmp_path / "plan.json"
+    options = ("--cluster", "config-a:1x2", "--global-batch-size", 8, "--schedule", schedule)
+    explained = ("plan", "--profile", profile_file, *options, "--explain", "--json", "-o", path)
+    shown = json.loads(succeeds(*explained))["explanation"]
+    plan = load_record(Plan, path)
+    assert plan.explanation is not None
+    assert plan.explanation.model_dump(mode="json", exclude_none=True) == shown
+    assert shown["step_seconds"] == pytest.approx(plan.predicted.step_seconds)
+    assert shown["binding"]
+    dp = next(other for other in shown["alternatives"] if other["name"].startswith("dp"))
+    assert dp["step_seconds"] >= shown["step_seconds"]
+
+
 def test_plan_says_why_data_parallelism_is_refused(profile_file):
     """In bytes, where one whole replica does not fit."""
     options = ("--cluster", "config-a:1x2", "--global-batch-size", 8, "--memory", "28 KiB")

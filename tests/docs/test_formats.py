@@ -13,6 +13,7 @@ from dapple.cluster import Cluster, DeviceKind, Link, Machines, parse_cluster
 from dapple.planner import make_plan
 from dapple.records import ModelProfile, Plan, Record, Timeline
 from dapple.records.base import validate_record
+from dapple.records.explanation import Alternative, Explanation
 from dapple.records.plan import Predicted, PredictedStage, StagePlan
 from dapple.records.profile import LayerProfile, TensorProfile, TiedGroup, TiedMember
 from dapple.records.text_profile import load_text_profile
@@ -25,7 +26,7 @@ FORMATS = "docs/formats.md"
 SECTIONS: dict[str, list[type[BaseModel]]] = {
     "Profile": [ModelProfile, LayerProfile, TensorProfile, TiedGroup, TiedMember],
     "Cluster": [Cluster, Machines, DeviceKind, Link],
-    "Plan": [Plan, StagePlan, Predicted, PredictedStage],
+    "Plan": [Plan, StagePlan, Predicted, PredictedStage, Explanation, Alternative],
     "Timeline": [Timeline, Span],
 }
 

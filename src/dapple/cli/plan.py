@@ -94,31 +94,34 @@ def plan(
         shard=shard,
         virtual=virtual,
     )
-    if output is not None:
-        result.plan.save(output)
-    if as_json:
-        common.print_json(result.plan.model_dump(mode="json", exclude_none=True))
-        return
-    console = common.console()
-    for refusal in result.refusals:
-        console.print(str(refusal))
-    console.print(plan_table(result.plan))
-    console.print(pipeline_drawing(simulate(result.plan, costs), width=console.width))
-    if explain and (schedule not in ("early-backward", "gpipe") or result.plan.virtual > 1):
-        console.print(f"--explain knows early-backward and gpipe only, not {schedule}")
-    elif explain:
+    found = result.plan
+    if explain:
+        by_gpipe = found.schedule == "gpipe" and found.virtual == 1
         problem = Problem(
             costs,
             machines,
             global_batch_size,
             micro_batch_size=micro_batch_size,
             optimizer=optimizer,
-            schedule=schedule,
+            schedule="gpipe" if by_gpipe else "early-backward",
             network_model=network_model,
             warmup=warmup,
             recompute=recompute,
             shard=shard,
         )
-        console.print(str(explain_plan(result, costs, problem)))
+        reasons = explain_plan(result, costs, problem)
+        found = found.model_copy(update={"explanation": reasons})
+    if output is not None:
+        found.save(output)
+    if as_json:
+        common.print_json(found.model_dump(mode="json", exclude_none=True))
+        return
+    console = common.console()
+    for refusal in result.refusals:
+        console.print(str(refusal))
+    console.print(plan_table(found))
+    console.print(pipeline_drawing(simulate(found, costs), width=console.width))
+    if found.explanation is not None:
+        console.print(str(found.explanation))
     if output is not None:
         console.print(f"plan written to {output}")

@@ -3,74 +3,29 @@
 What binds is found by asking the simulator again: with each stage's layers a tenth faster, with
 transfers for free, with AllReduces for free. Alternatives are data parallelism, a straight pipeline,
 and the best plans with one stage fewer (two neighbours joined) and one more (a stage split), each
-under the same memory and the same number of micro-batches.
+under the same memory and the same number of micro-batches; the last two only for plans under the
+schedules that the search itself knows.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from dapple.costs import CostModel
 from dapple.planner.layout import Layout
 from dapple.planner.problem import Problem
 from dapple.planner.refusal import Refusal
 from dapple.planner.search import SearchResult
-from dapple.records import ModelProfile, Plan
+from dapple.records import Alternative, Explanation, ModelProfile, Plan
 from dapple.schedule import warmup_counts
 from dapple.simulator import step_seconds
-from dapple.units import format_bytes, format_seconds
+from dapple.units import format_bytes
 
 FASTER = 0.9
 _MOST_NEIGHBOURS = 400
 _NOTICEABLE = 0.005
-
-
-@dataclass(frozen=True)
-class Alternative:
-    """A plan that was not chosen.
-
-    Attributes:
-        name: what it is, such as "one stage fewer".
-        step_seconds: its simulated step; None: it does not exist or does not fit.
-        reason: the plan in words, or why there is none.
-    """
-
-    name: str
-    step_seconds: float | None
-    reason: str
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """Why a plan was chosen.
-
-    Attributes:
-        step_seconds: the plan's simulated step.
-        binding: what the step depends on, strongest first, in words.
-        alternatives: what else there was.
-    """
-
-    step_seconds: float
-    binding: tuple[str, ...]
-    alternatives: tuple[Alternative, ...]
-
-    def __str__(self) -> str:
-        lines = [f"step {format_seconds(self.step_seconds)}; it depends on:"]
-        lines += [f"  {what}" for what in self.binding]
-        lines.append("instead of it:")
-        for other in self.alternatives:
-            if other.step_seconds is None:
-                lines.append(f"  {other.name}: {other.reason}")
-            else:
-                ratio = (
-                    f", {other.step_seconds / self.step_seconds:.3f}x" if self.step_seconds else ""
-                )
-                lines.append(
-                    f"  {other.name}: {format_seconds(other.step_seconds)}{ratio} ({other.reason})"
-                )
-        return "\n".join(lines)
 
 
 def explain(result: SearchResult, profile: ModelProfile, problem: Problem) -> Explanation:
@@ -79,15 +34,18 @@ def explain(result: SearchResult, profile: ModelProfile, problem: Problem) -> Ex
     Args:
         result: the search's result.
         profile: the model's costs.
-        problem: the same profile, cluster, batch and options.
+        problem: the same profile, cluster, batch and options; for a plan under a schedule that the
+            search does not know, of the early-backward schedule.
     """
     plan = result.plan
+    if plan.schedule != problem.schedule or plan.virtual > 1:
+        return _under_another_schedule(result, profile, problem)
     if any(stage.rows for stage in plan.stages):
         problem = problem.with_proportional_rows()
     here = _seconds(plan, profile)
     return Explanation(
         step_seconds=here,
-        binding=tuple(_binding(plan, profile, problem, here)),
+        binding=(*_binding(plan, profile, here), *_memory(plan, problem)),
         alternatives=(
             *_named(result, ("dp", "straight")),
             _best(problem, "one stage fewer", _joined(plan), plan),
@@ -96,7 +54,20 @@ def explain(result: SearchResult, profile: ModelProfile, problem: Problem) -> Ex
     )
 
 
-def _binding(plan: Plan, profile: ModelProfile, problem: Problem, here: float) -> Iterator[str]:
+def _under_another_schedule(
+    result: SearchResult, profile: ModelProfile, problem: Problem
+) -> Explanation:
+    plan = result.plan
+    here = _seconds(plan, profile)
+    alternatives = tuple(
+        other.model_copy(update={"name": f"{other.name} under {problem.schedule}"})
+        for other in _named(result, ("dp", "straight"))
+    )
+    binding = _binding(plan, profile, here)
+    return Explanation(step_seconds=here, binding=binding, alternatives=alternatives)
+
+
+def _binding(plan: Plan, profile: ModelProfile, here: float) -> tuple[str, ...]:
     gains: list[tuple[float, str]] = []
     for number, stage in enumerate(plan.stages):
         faster = _with_faster_layers(profile, range(stage.start, stage.stop))
@@ -115,8 +86,7 @@ def _binding(plan: Plan, profile: ModelProfile, problem: Problem, here: float) -
     gain = _share(here - _seconds(plan, _without_gradients(profile)), here)
     gains.append((gain, f"AllReduce of gradients: for free gives {100 * gain:.1f} %"))
     found = [text for gain, text in sorted(gains, reverse=True) if gain > _NOTICEABLE]
-    yield from found or ["nothing in particular"]
-    yield from _memory(plan, problem)
+    return tuple(found) or ("nothing in particular",)
 
 
 def _share(part: float, whole: float) -> float:
@@ -142,9 +112,9 @@ def _named(result: SearchResult, names: Iterable[str]) -> Iterator[Alternative]:
         if name in result.candidates:
             found = result.candidates[name]
             text = f"{found.layout.micro_batches} micro-batches"
-            yield Alternative(name, found.step_seconds, text)
+            yield Alternative(name=name, step_seconds=found.step_seconds, reason=text)
         elif refusal is not None:
-            yield Alternative(name, None, str(refusal))
+            yield Alternative(name=name, reason=str(refusal))
 
 
 def _best(problem: Problem, name: str, layouts: Iterable[Layout], plan: Plan) -> Alternative:
@@ -161,11 +131,11 @@ def _best(problem: Problem, name: str, layouts: Iterable[Layout], plan: Plan) ->
         if best is None or seconds < best[0]:
             best = seconds, layout
     if best is not None:
-        return Alternative(name, best[0], _words(best[1]))
+        return Alternative(name=name, step_seconds=best[0], reason=_words(best[1]))
     if refused is not None:
-        return Alternative(name, None, str(refused))
+        return Alternative(name=name, reason=str(refused))
     one = "it has one stage" if plan.num_stages == 1 else "every stage is one layer or one device"
-    return Alternative(name, None, f"there is none: {one}")
+    return Alternative(name=name, reason=f"there is none: {one}")
 
 
 def _joined(plan: Plan) -> Iterator[Layout]:

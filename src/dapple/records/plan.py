@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from dapple.cluster import Cluster
 from dapple.records.base import Record
+from dapple.records.explanation import Explanation
 
 Count = Annotated[int, Field(ge=1)]
 MOST_MICRO_BATCHES = 2**16
@@ -91,6 +92,7 @@ class Plan(Record):
         network_model: "shared" or "paper", see docs/semantics.md.
         simulate_only: names of what the runtime can't execute in this plan.
         notes: what the planner could not know, in words (memory unchecked, linear scaling, ...).
+        explanation: why it was chosen, if that was asked for.
     """
 
     format: Literal["dapple-plan"] = "dapple-plan"
@@ -112,6 +114,7 @@ class Plan(Record):
     model_fingerprint: str | None = None
     simulate_only: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    explanation: Explanation | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Plan:

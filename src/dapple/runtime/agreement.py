@@ -24,7 +24,7 @@ def plan_in_words(plan: Plan) -> str:
 
     Not what a rank may have found out for itself, such as how fast its links are.
     """
-    run = plan.model_dump_json(exclude={"predicted", "cluster", "notes"})
+    run = plan.model_dump_json(exclude={"predicted", "cluster", "notes", "explanation"})
     mark = zlib.crc32(run.encode())
     return f"one of {plan.num_stages} stages for {plan.model} ({mark:08x})"
 
