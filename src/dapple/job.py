@@ -140,7 +140,8 @@ class PlanSection(_Section):
         planner: which planner.
         schedule: which schedule.
         recompute: stages may run their forwards again where memory is short.
-        shard: replicas may share out their optimizer's state where memory is short.
+        shard: replicas may share out their optimizer's state, where memory is short or the update
+            shorter for it.
         profile_batch_sizes: rows that are profiled.
     """
 

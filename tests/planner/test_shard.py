@@ -1,4 +1,4 @@
-"""Optimizer state shared out among replicas where memory is short."""
+"""Optimizer state shared out among replicas: where memory is short, and where it is faster."""
 
 from __future__ import annotations
 
@@ -61,12 +61,37 @@ def test_state_is_shared_where_nothing_fits_otherwise() -> None:
     assert _peak(plan) <= 36 * MIB
 
 
-def test_state_stays_whole_where_memory_is_enough() -> None:
-    """What binds no memory is not shared out, and costs what it costs without the option."""
-    profile, cluster = _one_layer(), _pair(2**30)
+def test_state_stays_whole_where_sharing_is_no_gain() -> None:
+    """What binds no memory is not shared out if half an AllReduce (5 ms) is more than half the update."""
+    profile, cluster = _one_layer(update=0.01), _pair(2**30)
     plan, other = (search(profile, cluster, 2, shard=shard).plan for shard in (True, False))
     assert [stage.shard for stage in plan.stages] == ["none"]
     assert plan.stages == other.stages
+
+
+def test_an_update_is_shared_where_that_is_shorter_though_memory_is_enough() -> None:
+    """Half an AllReduce (5.2 ms) for half of 12 ms of update, to the microsecond."""
+    profile, cluster = _one_layer(update=0.012), _pair(2**30)
+    plan, other = (search(profile, cluster, 2, shard=shard).plan for shard in (True, False))
+    assert [stage.shard for stage in plan.stages] == ["optimizer"]
+    assert plan.predicted is not None
+    assert other.predicted is not None
+    saved = other.predicted.step_seconds - plan.predicted.step_seconds
+    assert saved == pytest.approx(0.006 - 0.5 * 10 * MIB / 1e9, abs=1e-6)
+
+
+def test_replicas_that_share_their_update_beat_the_pipeline_that_whole_updates_call_for() -> None:
+    """The search looks for them, it does not only share the updates of the plan found without."""
+    layers = [_one_layer(update=5.0).layers[0].model_copy(update={"name": f"l{n}"}) for n in (0, 1)]
+    profile = _one_layer().model_copy(update={"layers": tuple(layers)})
+    options = SearchOptions(exact=False, baselines=False)
+    plans = [
+        search(profile, _pair(2**30), 2, shard=shard, options=options).plan
+        for shard in (False, True)
+    ]
+    assert [[stage.replicas for stage in plan.stages] for plan in plans] == [[1, 1], [2]]
+    steps = [plan.predicted.step_seconds for plan in plans if plan.predicted is not None]
+    assert steps[1] < steps[0]
 
 
 def test_sharing_comes_before_recomputing() -> None:

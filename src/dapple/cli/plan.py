@@ -52,9 +52,7 @@ def plan(
     ] = False,
     shard: Annotated[
         bool,
-        typer.Option(
-            "--shard", help="Let replicas share out optimizer state where memory is short."
-        ),
+        typer.Option("--shard", help="Let replicas share out optimizer state where that helps."),
     ] = False,
     explain: Annotated[
         bool, typer.Option("--explain", help="Say what binds the plan, and what else there was.")

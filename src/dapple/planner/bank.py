@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 from dapple.planner.symmetry import Symmetry
-from dapple.planner.tables import CostTables, Ints
+from dapple.planner.tables import CostTables, Ints, shared_update
 from dapple.planner.traffic import Devices, Floats
 
 
@@ -27,6 +27,7 @@ class Bank:
         layers = tables.profile.num_layers
         self._spans = _Spans(tables.parameter_prefix)
         self._stages, self._late = _Rows(5, layers + 1), _Rows(self._spans.levels, layers)
+        self._rings = _Rows(3)
         self._links = _Rows(2, layers + 1)
         # Per size of memory in a stage, the replica with most rows there.
         sizes = len(symmetry.memories)
@@ -66,18 +67,24 @@ class Bank:
         self._saved.append([*(tables.saved_prefix(n) for n, _ in loads), *[0.0 * base] * nothing])
         figures = [(len(devices), *load) for load in loads]
         self._loads.append(np.array([*figures, *[(1, 0, np.inf)] * nothing]))
+        self._rings.append([len(devices), fixed, per_byte])
         rows = table.likely_forward, table.likely_backward, table.work, table.optimizer, base
         return self._stages.append(rows)
 
-    def stage_seconds(self, stage: Ints, start: Ints, stop: Ints) -> list[Floats]:
+    def stage_seconds(self, stage: Ints, start: Ints, stop: Ints, shared: bool) -> list[Floats]:
         """Forward, backward, and whole work of stages from layer to layer, and what comes after.
 
         Args:
             stage: numbers; this and the others broadcast.
             start, stop: layers.
+            shared: replicas may share out the update.
         """
         rows = self._stages.array
         sums = [rows[stage, n, stop] - rows[stage, n, start] for n in range(4)]
+        if shared:
+            width, fixed, per_byte = np.moveaxis(self._rings.array[stage], -1, 0)
+            size = self._tables.parameter_prefix[stop] - self._tables.parameter_prefix[start]
+            sums[3] = shared_update(sums[3], width, fixed + per_byte * size)
         longest = self._spans.most(self._late.array, stage, start, stop)
         sums[3] += np.maximum(longest - rows[stage, 4, start], 0.0)
         return sums

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from dapple.planner.cuts import better_cuts, better_cuts_of_all
 from dapple.planner.estimate import slowest_stages
@@ -50,11 +51,13 @@ def changed(problem: Problem, layout: Layout) -> list[tuple[float, Layout]]:
         for other in (*moved_devices(problem, layout, focus), *other_counts(problem, layout))
     }
     others.pop((layout.devices, layout.micro_batches), None)
-    return sorted(better_cuts_of_all(problem, [*others.values()], policies, _CUT_ROUNDS))
+    found = [replace(other, shard=layout.shard) for other in others.values()]
+    return sorted(better_cuts_of_all(problem, found, policies, _CUT_ROUNDS))
 
 
 def reshaped(problem: Problem, layout: Layout) -> list[tuple[float, Layout]]:
     """The best of those with more or fewer stages, each with the best of the cuts around."""
     focus = slowest_stages(problem, layout)
     others = [*dict.fromkeys(other_lengths(problem, layout, focus))]
+    others = [replace(other, shard=layout.shard) for other in others]
     return sorted(better_cuts_of_all(problem, others, problem.policies(layout), 1))[:_RESHAPED]

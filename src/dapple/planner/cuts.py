@@ -59,7 +59,7 @@ def _estimate(
     numbers = np.array([[bank.stage(d) for d in layout.devices] for layout in layouts])
     stage, start, stop = numbers[which].T, cuts[:-1], cuts[1:]
     times = np.zeros((4, 2 * one.num_stages - 1, len(bounds)))
-    times[:, ::2] = bank.stage_seconds(stage, start, stop)
+    times[:, ::2] = bank.stage_seconds(stage, start, stop, one.shard)
     forward, backward, work, after = times
     if one.num_stages > 1:
         pairs = [itertools.pairwise(layout.devices) for layout in layouts]

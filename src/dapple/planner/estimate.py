@@ -10,7 +10,7 @@ from typing import TypeVar
 from dapple.planner.exposed import bucketed_seconds
 from dapple.planner.layout import Layout
 from dapple.planner.problem import Problem
-from dapple.planner.tables import Ints
+from dapple.planner.tables import Ints, shared_update
 
 _LONG = 10
 """In pipelines of more stages, only so many of the slowest ones are changed."""
@@ -137,5 +137,9 @@ def _stage_times(
         buckets = problem.model.buckets(start, stop)
         ring = table.reduce_fixed, table.reduce_per_byte
         exposed = bucketed_seconds(buckets, table.likely_backward, start, *ring)
-        after.append(exposed + float(table.optimizer[stop] - table.optimizer[start]))
+        update = float(table.optimizer[stop] - table.optimizer[start])
+        if layout.shard:
+            whole = ring[0] + ring[1] * sum(size for _, size in buckets)
+            update = float(shared_update(update, len(layout.devices[number]), whole))
+        after.append(exposed + update)
     return forward, backward, work, after

@@ -10,7 +10,7 @@ import numpy as np
 from dapple.planner.exposed import exposed_seconds
 from dapple.planner.frame import Frame
 from dapple.planner.problem import Problem
-from dapple.planner.tables import CostTables, Ints
+from dapple.planner.tables import CostTables, Ints, shared_update
 from dapple.planner.traffic import Devices, Floats
 
 _ROUNDING = 1e-9
@@ -153,6 +153,11 @@ def make_grid(
         last = np.array([tables.stage(frame.stages[k]).likely_backward for k in kinds])
         ring = np.array(fixed), np.array(rate)
         exposed[rings] = exposed_seconds(tables.parameter_prefix, last, *ring, marks)
+        if problem.shard:
+            widths = np.array([len(frame.stages[k]) for k in kinds])[:, None, None]
+            sizes = _differences(tables.parameter_prefix, marks)
+            whole = ring[0][:, None, None] + ring[1][:, None, None] * sizes
+            exposed[rings] += shared_update(update, widths, whole) - update
     return Grid(
         frame=frame,
         options=options,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from dapple.records import StagePlan
@@ -25,7 +25,8 @@ class Layout:
         micro_batches: M.
         policy: warm-up policy "A" or "B" (DAPPLE, section 3), or `WIDE`.
         recompute: stages whose activations do not fit run their forwards again.
-        shard: stages that do not fit share out their optimizer's state among their replicas.
+        shard: stages share out their optimizer's state among their replicas where they do not fit
+            otherwise, or where that makes the update shorter.
     """
 
     bounds: tuple[int, ...]
@@ -51,8 +52,20 @@ class Layout:
         )
 
 
-def leaner(stage: StagePlan, layout: Layout) -> Iterator[StagePlan]:
-    """The stage, and then with what its layout allows it to save memory with."""
-    shards = ["none", "optimizer"] if layout.shard and stage.replicas > 1 else ["none"]
+def leaner(
+    stage: StagePlan, layout: Layout, update_seconds: Callable[[StagePlan], Sequence[float]]
+) -> Iterator[StagePlan]:
+    """The stage, and then with what its layout allows it to save memory with.
+
+    Args:
+        stage: a stage of the layout.
+        layout: says what is allowed.
+        update_seconds: per replica of a stage the seconds of its update. State is shared out first
+            where the longest is shorter then: nothing else of a step changes.
+    """
+    shards = ["none"]
+    if layout.shard and stage.replicas > 1:
+        both = {s: stage.model_copy(update={"shard": s}) for s in ("none", "optimizer")}
+        shards = sorted(both, key=lambda s: (max(update_seconds(both[s])), s == "optimizer"))
     for again, shard in itertools.product([False, True] if layout.recompute else [False], shards):
         yield stage.model_copy(update={"recompute": again, "shard": shard})

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from dapple.cluster import Cluster
-from dapple.costs import CostModel
+from dapple.costs import CostModel, update_seconds
 from dapple.planner.bank import Bank
 from dapple.planner.batches import check_batch, check_known, geometric_counts
 from dapple.planner.layout import WIDE, Layout, leaner
@@ -35,7 +35,7 @@ class Problem:
         schedule: one of `dapple.schedule.SCHEDULES`.
         warmup: "A", "B" or "tuned"; None: whichever is best.
         recompute: stages may run their forwards again where memory is short.
-        shard: replicas may share out their optimizer's state where memory is short.
+        shard: replicas may share out their optimizer's state.
         network_model: "shared" or "paper"; None: the cluster's.
         proportional: replicas of different speed have rows in proportion to it.
 
@@ -134,7 +134,7 @@ class Problem:
         """The layout with every warm-up policy, recomputation and shards where allowed."""
         known, replicated = self.memory_is_known, any(len(d) > 1 for d in layout.devices)
         again = [False, True] if self.recompute and known else [False]
-        shared = [False, True] if self.shard and known and replicated else [False]
+        shared = [False, True] if self.shard and replicated else [False]
         return [
             replace(layout, policy=policy, recompute=r, shard=s)
             for r, s, policy in itertools.product(again, shared, self.policies(layout))
@@ -201,6 +201,7 @@ class Problem:
         D comes from the replica with most rows. Without saved bytes memory is unchecked. With
         `layout.shard` and `layout.recompute`, stages whose warm-up memory would cut short share
         out their optimizer's state, and recompute: whichever of these first suffices, or helps most.
+        State is also shared out where the update is shorter for it.
         """
         stages = self.split_stages(layout)
         total = layout.micro_batches
@@ -210,7 +211,7 @@ class Problem:
         for number in range(len(stages)):
             want = min(wanted[number], counts[-1] if counts else wanted[0])
             best, allowed = stages[number], -1
-            for stage in leaner(stages[number], layout):
+            for stage in leaner(stages[number], layout, self._update_seconds):
                 stages[number] = stage
                 room = self._memory.allowed_in_flight(stages, number, total, want)
                 if room > allowed:
@@ -227,6 +228,9 @@ class Problem:
             stage.model_copy(update={"warmup": count})
             for stage, count in zip(stages, counts, strict=True)
         )
+
+    def _update_seconds(self, stage: StagePlan) -> tuple[float, ...]:
+        return update_seconds(self.model, stage)
 
     def split_stages(self, layout: Layout) -> list[StagePlan]:
         """The stages with their rows, without those devices that have none in proportion."""

@@ -88,7 +88,8 @@ def make_plan(
         network_model: "shared" or "paper"; None: the cluster's.
         warmup: policy "A" or "B", or "tuned": the smallest K_i with the best step; None: best.
         recompute: stages may run their forwards again where memory is short.
-        shard: replicas may share out their optimizer's state where memory is short.
+        shard: replicas may share out their optimizer's state, where memory is short or the update
+            shorter for it.
         virtual: stages per device, for "interleaved" (None: 2) and "gpipe" (None: 1).
 
     Returns:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from dapple.costs import Network, split_rows
 from dapple.costs.model import BUCKET_BYTES, MOST_BUCKETS
@@ -360,6 +360,19 @@ class CostTables:
                 busiest(back, self.num_first, last_back, num_last, certain.backward),
             ),
         )
+
+
+def shared_update(whole: ArrayLike, width: ArrayLike, ring: ArrayLike) -> Floats:
+    """About the seconds of an update that replicas may share out, where that is shorter.
+
+    Args:
+        whole: seconds of the whole update.
+        width: number of replicas.
+        ring: seconds of an AllReduce of the parameters, of which half is the price; 0 for one
+            replica.
+    """
+    shared: Floats = np.minimum(whole, np.divide(whole, width) + np.divide(ring, 2))
+    return shared
 
 
 def all_at(sizes: Sequence[int], values: Floats, rows: float) -> Floats:
