@@ -12,7 +12,7 @@ from dapple.costs import CostModel, PipelineCosts, pipeline_costs, stage_memory
 from dapple.errors import ScheduleError
 from dapple.records import LayerProfile, ModelProfile, Plan, StagePlan
 from dapple.schedule import check_schedule, make_schedule, save_schedule, schedule_for
-from dapple.simulator import simulate
+from dapple.simulator import predict, simulate
 from dapple.simulator.rows import run_rows
 from dapple.simulator.simulation import run
 from tests.simulator.oracle import World
@@ -75,6 +75,25 @@ def test_all_engines_agree_on_plain_schedules(case: tuple[Plan, ModelProfile]):
     schedule = make_schedule(made.schedule, made.num_micro_batches, costs.warmup)
     rows = run_rows(costs, schedule, check_schedule(schedule, links=costs.links))
     same_times(run(costs, made.schedule), rows)
+
+
+@settings(max_examples=60, deadline=None)
+@given(random_plans(contended=True) | random_plans(contended=False), st.floats(0.1, 1.0))
+def test_replicas_that_run_alike_are_simulated_once_with_split_backwards_too(
+    case: tuple[Plan, ModelProfile], share: float
+):
+    """The fast way to the step gives what simulating every replica gives."""
+    made, profile = case
+    split = made.model_copy(update={"schedule": "zero-bubble"})
+    layers = [
+        layer.model_copy(
+            update={"weight_seconds": tuple(share * t for t in layer.backward_seconds)}
+        )
+        for layer in profile.layers
+    ]
+    profile = profile.model_copy(update={"layers": tuple(layers)})
+    predicted = predict(split, profile).step_seconds
+    assert predicted == pytest.approx(simulate(split, profile).step_seconds)
 
 
 @settings(max_examples=150, deadline=None)

@@ -39,9 +39,8 @@ class _Colours:
     def __init__(self, costs: PipelineCosts) -> None:
         self.costs = costs
         leads = _leads(costs)
-        self.units = _numbered(
-            zip(costs.stage_of, costs.forward, costs.backward, costs.optimizer, leads, strict=True)
-        )
+        own = costs.forward, costs.backward, costs.weights, costs.optimizer, leads
+        self.units = _numbered(zip(costs.stage_of, *own, strict=True))
         self.kinds = _numbered(
             (*c.route[:2], *c.back[:2], c.forward_bytes, c.backward_bytes) for c in costs.channels
         )

@@ -114,9 +114,9 @@ class _Execution:
         self._sent: set[Message] = set()
         self._posted: set[Message] = set()
         # Per receiver and sender what is still to be posted, the next one last.
+        sent = [self._routes.by_receiver(row) for row in schedule.actions]
         self._queues = [
-            [self._routes.between(schedule.actions[sender], receiver)[::-1] for sender in positions]
-            for receiver in positions
+            [sent[sender][receiver][::-1] for sender in positions] for receiver in positions
         ]
 
     def run(self) -> Room:

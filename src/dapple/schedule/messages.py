@@ -81,6 +81,9 @@ class Routes:
 
     def __init__(self, schedule: Schedule, links: Iterable[Link]) -> None:
         self._position_of = schedule.position_of
+        self._num_positions = schedule.num_positions
+        self._sends: dict[Action, list[Message]] = {}
+        self._needs: dict[Action, list[Message]] = {}
         stages = range(schedule.num_stages)
         self._consumers: dict[int, list[Link]] = {s: [] for s in stages}
         self._producers: dict[int, list[Link]] = {s: [] for s in stages}
@@ -90,6 +93,19 @@ class Routes:
 
     def sends(self, action: Action) -> list[Message]:
         """What an action sends, in order; to stages of its own position too."""
+        found = self._sends.get(action)
+        if found is None:
+            found = self._sends[action] = self._find_sends(action)
+        return found
+
+    def needs(self, action: Action) -> list[Message]:
+        """What an action waits for; from stages of its own position too."""
+        found = self._needs.get(action)
+        if found is None:
+            found = self._needs[action] = self._find_needs(action)
+        return found
+
+    def _find_sends(self, action: Action) -> list[Message]:
         stage, micro_batch = action.stage, action.micro_batch
         if action.kind == "F":
             return [Message(stage, x.consumer, False, micro_batch) for x in self._consumers[stage]]
@@ -98,8 +114,7 @@ class Routes:
             return [Message(stage, x.producer, True, micro_batch) for x in links if x.returns]
         return []
 
-    def needs(self, action: Action) -> list[Message]:
-        """What an action waits for; from stages of its own position too."""
+    def _find_needs(self, action: Action) -> list[Message]:
         stage, micro_batch = action.stage, action.micro_batch
         if action.kind == "F":
             return [Message(x.producer, stage, False, micro_batch) for x in self._producers[stage]]
@@ -114,12 +129,18 @@ class Routes:
 
     def between(self, row: Iterable[Action], receiver: int) -> list[Message]:
         """What a position with these actions sends to another one, in order."""
-        return [
-            message
-            for action in row
-            for message in self.sends(action)
-            if self._position_of[message.target] == receiver and not self.is_local(message)
-        ]
+        return self.by_receiver(row)[receiver]
+
+    def by_receiver(self, row: Iterable[Action]) -> list[list[Message]]:
+        """What a position with these actions sends to each position, in order."""
+        found: list[list[Message]] = [[] for _ in range(self._num_positions)]
+        for action in row:
+            here = self._position_of[action.stage]
+            for message in self.sends(action):
+                there = self._position_of[message.target]
+                if there != here:
+                    found[there].append(message)
+        return found
 
 
 class Progress:

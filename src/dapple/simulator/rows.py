@@ -89,21 +89,22 @@ class _Engine(Flows):
         self.sent: set[tuple[int, Message]] = set()
         self.ranks: list[_Rank] = []
         self.rank_of: dict[int, _Rank] = {}
+        sent = [self.routes.by_receiver(row) for row in schedule.actions]
         for position, stages in enumerate(schedule.stages):
             for members in zip(*(costs.units_of[s] for s in stages), strict=True):
                 units = dict(zip(stages, members, strict=True))
                 rank = _Rank(schedule.actions[position], units, schedule.num_stages)
                 self.ranks.append(rank)
                 self.rank_of.update(dict.fromkeys(members, rank))
-                self.find_receives(schedule, position, rank)
+                self.find_receives(sent, position, rank)
         self.connect(schedule)
 
-    def find_receives(self, schedule: Schedule, position: int, rank: _Rank) -> None:
+    def find_receives(self, sent: list[list[list[Message]]], position: int, rank: _Rank) -> None:
         unit = next(iter(rank.units.values()))
-        for sender, row in enumerate(schedule.actions):
+        for sender, messages in enumerate(sent):
             if sender != position:
-                messages = self.routes.between(row, position)
-                rank.to_post.append(deque(m for m in messages if self.rows(unit, m.micro_batch)))
+                here = (m for m in messages[position] if self.rows(unit, m.micro_batch))
+                rank.to_post.append(deque(here))
 
     def rows(self, unit: int, micro_batch: int) -> int:
         return self.costs.rows[unit][self.size_of(micro_batch)]

@@ -52,7 +52,7 @@ def step_seconds(
         ScheduleError: the schedule is unknown, or the warm-ups deadlock.
     """
     costs = pipeline_costs(model, stages, global_batch_size, num_micro_batches)
-    return run(_merged(costs, schedule), schedule).step_seconds
+    return run(_merged(costs), schedule).step_seconds
 
 
 def run(costs: PipelineCosts, schedule: str) -> Trace:
@@ -155,7 +155,7 @@ def predict(
     model = _model(plan, profile, cluster, network_model)
     name = schedule or plan.schedule
     costs = _costs(plan, model)
-    seconds = run(_merged(costs, name), name).step_seconds
+    seconds = run(_merged(costs), name).step_seconds
     peaks = _peak_bytes(plan, model, costs, name)
     return Predicted(
         step_seconds=seconds,
@@ -202,8 +202,9 @@ def _checked(
     return schedule, check_schedule(schedule, links=links)
 
 
-def _merged(costs: PipelineCosts, schedule: str) -> PipelineCosts:
-    return merge_equal_replicas(costs) if is_plain(costs, schedule) else costs
+def _merged(costs: PipelineCosts) -> PipelineCosts:
+    one_each = len(costs.positions) == costs.num_stages
+    return merge_equal_replicas(costs) if one_each else costs
 
 
 def _windows(costs: PipelineCosts, schedule: str) -> Sequence[int]:
