@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from dapple.errors import CaptureError, InputError
+from dapple.graph.certain import certain_gradients
 from dapple.graph.dtypes import dtypes_under
 from dapple.graph.lengths import DimNames, lengths_of
 from dapple.graph.nodes import attribute
@@ -120,8 +121,15 @@ class LayerGraph:
         training: bool = True,
     ) -> dict[str, torch.dtype]:
         """The types of the model's tensors by name, when it runs on a device within a context."""
-        inputs = [(i.shape, i.dtype) if i.dtype else i.constant for i in self.inputs]
-        return dtypes_under(self._program(training), inputs, context, device)
+        return dtypes_under(self._program(training), self._input_kinds(), context, device)
+
+    def certain_gradients(self) -> frozenset[str]:
+        """Names of tensors that every loss gives a gradient, in training mode."""
+
+        def starts(results: Sequence[Any]) -> Any:
+            return results if self.loss is not None else own_loss(self.unflatten_outputs(results))
+
+        return certain_gradients(self._training, self._input_kinds(), starts)
 
     def stage(
         self,
@@ -303,6 +311,9 @@ class LayerGraph:
         read = {id(attribute(self._training.module, n)) for n in self._training.attributes()}
         first = (names[0] for names in self.original_names().values())
         return {n: state[n] for n in first if id(state[n]) not in read}
+
+    def _input_kinds(self) -> list[Any]:
+        return [(i.shape, i.dtype) if i.dtype else i.constant for i in self.inputs]
 
     def _program(self, training: bool) -> Program:
         program = self._training if training else self._evaluation

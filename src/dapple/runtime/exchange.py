@@ -2,25 +2,32 @@
 
 Memory is bounded by the micro-batches in flight, whatever their number in a step: activations are
 received at most K_i + 1 micro-batches ahead of their backward, gradients at most 2
-(docs/semantics.md, rules 4 and 5). Between two stages of one rank tensors are handed over. A sent activation is waited for when the backward of its
-micro-batch is done, because its reader must have had it by then; so a stage never waits for a later
-stage to make room, only gradient sends wait for an earlier one, and no circle can arise.
+(docs/semantics.md, rules 4 and 5). Between two stages of one rank tensors are handed over. A sent
+activation is waited for when the backward of its micro-batch is done, because its reader must have
+had it by then; so a stage never waits for a later stage to make room, only gradient sends wait for
+an earlier one, and no circle can arise.
+
+A tensor that the loss does not depend on has no gradient. Its reader sends zeros, because buffers
+are posted ahead, and before them flags that tell so: one per tensor of the message for which that
+can happen. Most models have none (dapple.graph.certain), and no flags.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 
 from dapple.graph import BoundaryTensor
+from dapple.runtime.incoming import Flags, Incoming, added
 from dapple.runtime.layout import Layout, Piece
 from dapple.runtime.topology import Topology
-from dapple.runtime.transport import Done, Pending, Transport
+from dapple.runtime.transport import Pending, Transport
 from dapple.schedule import Message
 
 _Sends = list[tuple[Pending, torch.Tensor]]
+_Parts = list[tuple[BoundaryTensor, torch.Tensor | None]]
 
 
 class Boundaries:
@@ -31,6 +38,7 @@ class Boundaries:
         reads: (tensor, its producer's stage).
         makes: (tensor, its consumers' stages, ascending).
         producers, consumers: the stages of all reads, of all makes, ascending.
+        certain: names of tensors whose gradient never lacks.
     """
 
     def __init__(
@@ -39,9 +47,11 @@ class Boundaries:
         stage: int,
         reads: Iterable[BoundaryTensor],
         makes: Iterable[BoundaryTensor],
+        certain: Collection[str] = (),
     ) -> None:
         stage_of = topology.stage_of_layer
         self.stage = stage
+        self.certain = certain
         self.reads = [(t, stage_of(t.producer)) for t in reads]
         self.makes = [
             (t, sorted({stage_of(layer) for layer in t.consumers} - {stage})) for t in makes
@@ -75,7 +85,7 @@ class Exchange:
         self._boundaries = boundaries
         self._device = device
         self._send_limits = send_limits
-        self._incoming: dict[Message, dict[str, _Incoming]] = {}
+        self._incoming: dict[Message, dict[str, Incoming]] = {}
         self._outputs: dict[tuple[int, int], _Sends] = {}
         self._gradient_sends: dict[int, deque[_Sends]] = {s: deque() for s in boundaries}
 
@@ -91,9 +101,11 @@ class Exchange:
 
     def post(self, message: Message) -> None:
         """Post the receives of a message's tensors, in the order they are sent."""
-        self._incoming[message] = {
-            tensor.name: self._receive(tensor, message) for tensor in self._expected(message)
-        }
+        expected = self._expected(message)
+        self._incoming[message] = {tensor.name: Incoming(tensor) for tensor in expected}
+        self._receive_flags(message, expected)
+        for tensor in expected:
+            self._receive(tensor, message)
 
     def take_inputs(self, stage: int, micro_batch: int) -> dict[str, torch.Tensor]:
         """Wait for a micro-batch's activations: this replica's rows, by tensor name."""
@@ -104,14 +116,17 @@ class Exchange:
         return taken
 
     def take_gradients(self, stage: int, micro_batch: int) -> list[torch.Tensor | None]:
-        """Wait for the gradients of what a stage made; those of several consumers are added up."""
+        """Wait for the gradients of what a stage made; those of several consumers are added up.
+
+        None: the tensor needs none, or the loss does not depend on it.
+        """
         boundaries = self._boundaries[stage]
         slots = {
             consumer: self._incoming.pop(Message(consumer, stage, True, micro_batch), {})
             for consumer in boundaries.consumers
         }
         return [
-            _added([slots[c][tensor.name] for c in consumers if tensor.name in slots[c]])
+            added([slots[c][tensor.name] for c in consumers if tensor.name in slots[c]])
             for tensor, consumers in boundaries.makes
         ]
 
@@ -121,7 +136,7 @@ class Exchange:
         # gloo drops a send whose handle is gone, and does not copy its tensor: keep both.
         sends: _Sends = []
         for consumer in boundaries.consumers:
-            parts = [
+            parts: _Parts = [
                 (tensor, value)
                 for value, (tensor, stages) in zip(values, boundaries.makes, strict=True)
                 if consumer in stages
@@ -136,14 +151,17 @@ class Exchange:
     def send_gradients(
         self, stage: int, micro_batch: int, gradients: Iterable[torch.Tensor | None]
     ) -> None:
-        """Send the gradients of what a stage read back to where it came from."""
+        """Send the gradients of what a stage read back to where it came from.
+
+        None: the tensor needs none, or the loss does not depend on it.
+        """
         boundaries, values = self._boundaries[stage], list(gradients)
         sends: _Sends = []
         for producer in boundaries.producers:
-            parts = [
+            parts: _Parts = [
                 (tensor, value)
                 for value, (tensor, source) in zip(values, boundaries.reads, strict=True)
-                if source == producer and value is not None
+                if source == producer and tensor.needs_grad
             ]
             sends += self._send(Message(stage, producer, True, micro_batch), parts)
         under_way = self._gradient_sends[stage]
@@ -165,31 +183,75 @@ class Exchange:
             return [t for t, c in boundaries.makes if message.source in c and t.needs_grad]
         return [t for t, producer in boundaries.reads if producer == message.source]
 
-    def _send(self, message: Message, parts: list[tuple[BoundaryTensor, torch.Tensor]]) -> _Sends:
+    def _send(self, message: Message, parts: _Parts) -> _Sends:
         if message.target in self._boundaries:
             # Two stages of one rank: handed over, each reader with a tensor of its own.
-            slot = {tensor.name: _Incoming.handed_over(tensor, value) for tensor, value in parts}
-            self._incoming[message] = slot
+            self._incoming[message] = {
+                tensor.name: Incoming.handed_over(tensor, value)
+                for tensor, value in parts
+                if value is not None
+            }
             return []
-        sends: _Sends = []
         stages = message.source, message.target
+        sends = self._send_flags(message, parts)
         for tensor, value in parts:
             for piece in self._pieces(tensor, message.micro_batch, *stages):
-                part = _rows_of(value, tensor, piece).contiguous()
+                if value is None:
+                    part = self._empty(tensor, piece).zero_()
+                else:
+                    part = _rows_of(value, tensor, piece).contiguous()
                 sends.append((self._transport.send(part, piece.peer, stages), part))
         return sends
 
-    def _receive(self, tensor: BoundaryTensor, message: Message) -> _Incoming:
-        incoming = _Incoming(tensor)
+    def _send_flags(self, message: Message, parts: _Parts) -> _Sends:
+        """Tell who gets gradients of doubtful tensors which of them are none."""
+        sends: _Sends = []
+        stages = message.source, message.target
+        doubtful = self._doubtful(message, [tensor for tensor, _ in parts])
+        given = {tensor.name: value is not None for tensor, value in parts}
+        for peer in self._peers(doubtful, message.micro_batch, *stages):
+            flags = torch.tensor(
+                [given[t.name] for t in doubtful], dtype=torch.uint8, device=self._device
+            )
+            sends.append((self._transport.send(flags, peer, stages), flags))
+        return sends
+
+    def _receive_flags(self, message: Message, expected: Sequence[BoundaryTensor]) -> None:
+        stages = message.source, message.target
+        doubtful = self._doubtful(message, expected)
+        for peer in self._peers(doubtful, message.micro_batch, *stages[::-1]):
+            buffer = torch.empty(len(doubtful), dtype=torch.uint8, device=self._device)
+            flags = Flags(self._transport.receive(buffer, peer, stages), buffer)
+            for place, tensor in enumerate(doubtful):
+                self._incoming[message][tensor.name].doubt(flags, place)
+
+    def _receive(self, tensor: BoundaryTensor, message: Message) -> None:
         stages = message.source, message.target
         for piece in self._pieces(tensor, message.micro_batch, *stages[::-1]):
-            buffer = torch.empty(
-                tensor.shape_for(self._layout.sized(piece.stop - piece.start)),
-                dtype=tensor.dtype,
-                device=self._device,
-            )
-            incoming.add(self._transport.receive(buffer, piece.peer, stages), buffer)
-        return incoming
+            buffer = self._empty(tensor, piece)
+            pending = self._transport.receive(buffer, piece.peer, stages)
+            self._incoming[message][tensor.name].add(pending, buffer)
+
+    def _doubtful(
+        self, message: Message, tensors: Sequence[BoundaryTensor]
+    ) -> list[BoundaryTensor]:
+        """Of a message's tensors those whose gradient may lack."""
+        if not message.is_gradient:
+            return []
+        here = message.source if message.source in self._boundaries else message.target
+        certain = self._boundaries[here].certain
+        return [tensor for tensor in tensors if tensor.name not in certain]
+
+    def _peers(
+        self, tensors: Iterable[BoundaryTensor], micro_batch: int, here: int, there: int
+    ) -> list[int]:
+        """Who this rank exchanges pieces of tensors with."""
+        pieces = [p for t in tensors for p in self._pieces(t, micro_batch, here, there)]
+        return list(dict.fromkeys(piece.peer for piece in pieces))
+
+    def _empty(self, tensor: BoundaryTensor, piece: Piece) -> torch.Tensor:
+        shape = tensor.shape_for(self._layout.sized(piece.stop - piece.start))
+        return torch.empty(shape, dtype=tensor.dtype, device=self._device)
 
     def _pieces(self, tensor: BoundaryTensor, m: int, here: int, there: int) -> list[Piece]:
         return self._layout.pieces(m, here, there, tensor.row_dim is not None)
@@ -198,54 +260,6 @@ class Exchange:
 def _wait(sends: _Sends) -> None:
     for pending, _ in sends:
         pending.wait()
-
-
-class _Incoming:
-    """One boundary tensor on its way, in pieces."""
-
-    def __init__(self, tensor: BoundaryTensor) -> None:
-        self._tensor = tensor
-        self._parts: list[tuple[Pending, torch.Tensor]] = []
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(buffer.nbytes for _, buffer in self._parts)
-
-    @classmethod
-    def handed_over(cls, tensor: BoundaryTensor, value: torch.Tensor) -> _Incoming:
-        """One that is here already, from a stage of the same rank."""
-        incoming = cls(tensor)
-        incoming.add(Done(), value.detach())
-        return incoming
-
-    def add(self, pending: Pending, buffer: torch.Tensor) -> None:
-        self._parts.append((pending, buffer))
-
-    def take(self) -> torch.Tensor:
-        for pending, _ in self._parts:
-            pending.wait()
-        buffers = [buffer for _, buffer in self._parts]
-        self._parts = []
-        if len(buffers) == 1:
-            return buffers[0]
-        if self._tensor.row_dim is None:
-            # Gradients of a tensor without rows come from every replica that read it.
-            return torch.stack(buffers).sum(0)
-        return torch.cat(buffers, dim=self._tensor.row_dim)
-
-    @property
-    def is_empty(self) -> bool:
-        return not self._parts
-
-
-def _added(row: list[_Incoming]) -> torch.Tensor | None:
-    total: torch.Tensor | None = None
-    for incoming in row:
-        if incoming.is_empty:
-            continue
-        value = incoming.take()
-        total = value if total is None else total + value
-    return total
 
 
 def _rows_of(value: torch.Tensor, tensor: BoundaryTensor, piece: Piece) -> torch.Tensor:

@@ -130,7 +130,14 @@ class Parts:
     ) -> dict[int, StageRunner]:
         """What runs each stage in training."""
         return {
-            stage: StageRunner(program, statistics[stage], device, recorder, self._splits_backward)
+            stage: StageRunner(
+                program,
+                statistics[stage],
+                device,
+                recorder,
+                self._splits_backward,
+                self.training.boundaries[stage].certain,
+            )
             for stage, program in self.training.programs.items()
         }
 
@@ -189,8 +196,9 @@ class Parts:
             again = recomputed_ranges(layers, self._graph.num_layers) if training else ()
             program = self._graph.stage(layers.start, layers.stop, training, again)
             programs[stage] = self._precision.program(self._graph, program, training)
+        certain = self._graph.certain_gradients() if training and links else ()
         boundaries = {
-            stage: Boundaries(topology, stage, program.reads, program.makes)
+            stage: Boundaries(topology, stage, program.reads, program.makes, certain)
             for stage, program in programs.items()
         }
         return Mode(programs, boundaries, links)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from dapple.errors import RunError
 from dapple.graph import SeedLayer, StageProgram, leave_generators
 from dapple.runtime.deferral import defer_weight_gradients
 from dapple.runtime.process import random_state_kept
@@ -39,6 +40,7 @@ class StageRunner:
         device: this rank's device.
         recorder: where the spans of forwards that run again are noted.
         splits_backward: `backward` may be asked to leave weights to `backward_weights`.
+        certain: names of tensors that it reads whose gradient never lacks.
     """
 
     def __init__(
@@ -48,8 +50,10 @@ class StageRunner:
         device: torch.device | None = None,
         recorder: Recorder | None = None,
         splits_backward: bool = False,
+        certain: Collection[str] = (),
     ) -> None:
         self.program = program
+        self._certain = certain
         self._statistics = statistics
         self._deferred = defer_weight_gradients(program.module) if splits_backward else None
         self._device = device or torch.device("cpu")
@@ -130,7 +134,7 @@ class StageRunner:
     def set_loss(self, micro_batch: int, scaled_loss: torch.Tensor | None) -> None:
         """Give the loss that the backward of a micro-batch on the last stage starts from.
 
-        None: the piece has no weight, and its backward gives zeros.
+        None: the piece has no weight, and its backward gives no gradients.
         """
         self._in_flight[micro_batch].loss = scaled_loss
 
@@ -144,12 +148,15 @@ class StageRunner:
 
         Args:
             micro_batch: its number.
-            gradients: per tensor of `program.makes` its summed gradient; None counts as zero.
+            gradients: per tensor of `program.makes` its summed gradient; None: it has none.
             weights: False: gradients of weights that can wait do so until `backward_weights`.
 
         Returns:
-            Per tensor of `program.reads` its gradient; None where it needs none. A tensor that
-            the loss does not depend on gets zeros.
+            Per tensor of `program.reads` its gradient; None where it needs none, or where the
+            loss does not depend on it.
+
+        Raises:
+            RunError: one that is certain to have a gradient has none.
         """
         state = self._in_flight.pop(micro_batch)
         roots: list[Any] = []
@@ -161,28 +168,35 @@ class StageRunner:
         if state.loss is not None and state.loss.requires_grad:
             roots.append(state.loss)
             starts.append(None)
+        has_loss = bool(roots)
         if self._statistics is not None:
             tokens = self._statistics.resume(micro_batch)
             roots += tokens
             starts += [torch.zeros_like(token) for token in tokens]
         if roots:
             torch.autograd.backward(roots, starts)
-        results: list[torch.Tensor | None] = []
-        for leaf in state.leaves:
-            if leaf is None:
-                results.append(None)
-            else:
-                results.append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
+        results = tuple(None if leaf is None else leaf.grad for leaf in state.leaves)
+        if has_loss:
+            self._check(results)
         if self._deferred is not None:
             self._deferred.close(micro_batch)
             if weights:
                 self._deferred.run(micro_batch)
-        return tuple(results)
+        return results
 
     def backward_weights(self, micro_batch: int) -> None:
         """Compute the gradients of weights that a micro-batch's backward has left."""
         if self._deferred is not None:
             self._deferred.run(micro_batch)
+
+    def _check(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        for tensor, gradient in zip(self.program.reads, gradients, strict=True):
+            if gradient is None and tensor.needs_grad and tensor.name in self._certain:
+                raise RunError(
+                    f'the tensor "{tensor.name}" between stages got no gradient from the loss, though '
+                    "the captured model says that every loss gives it one; cut the model elsewhere, "
+                    "and please report this"
+                )
 
     def _random_state_kept(self) -> AbstractContextManager[None]:
         return random_state_kept(self._device) if self.program.is_random else nullcontext()
