@@ -49,4 +49,16 @@ SCHEDULE_RUNS: list[Run] = [
     Run("gpt", (1, 2), 4, 13, schedule="zero-bubble"),
 ]
 
-ALL_RUNS: list[Run] = PAIRWISE_RUNS + ODD_RUNS + SHARDED_RUNS + SCHEDULE_RUNS
+# Tensors that cross cuts and have no gradient.
+LEFT_OUT_RUNS: list[Run] = [
+    Run("beside", (2, 1), 5, 13),
+    Run("beside", (1, 3), 2, 12, (12, 2), "sgd", schedule="zero-bubble"),
+]
+
+ALL_RUNS: list[Run] = [
+    *PAIRWISE_RUNS,
+    *ODD_RUNS,
+    *SHARDED_RUNS,
+    *SCHEDULE_RUNS,
+    *LEFT_OUT_RUNS,
+]

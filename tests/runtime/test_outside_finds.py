@@ -68,6 +68,40 @@ def test_parameters_without_gradient_are_not_decayed(optimizer: str, replicas: A
     assert cases.global_error(states, dict(plain.state_dict())) < 1e-12
 
 
+def head_only(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for name, p in parameters.named() if "head" in name], lr=0.1)
+
+
+def test_an_optimizer_that_takes_no_parameter_of_a_stage_leaves_it_as_it_is() -> None:
+    """The factory chooses among the parameters; a stage with none of the chosen trains nothing."""
+    torch.manual_seed(0)
+    plain = UnusedHead().double()
+    x, y = torch.randn(8, 4).double(), torch.randn(8, 2).double()
+    torch.manual_seed(0)
+    graph = capture(UnusedHead().double(), x[:4], loss=first_output)
+    first_output(plain(x), y).backward()
+    torch.optim.SGD(plain.head.parameters(), lr=0.1).step()
+
+    def work(trainer: Trainer) -> dict[str, Tensor]:
+        trainer.step(x, y)
+        return {n: v.clone() for n, v in trainer.state_dict().items()}
+
+    states = on_ranks(graph, cases.make_plan(graph, (2, 1), 8, 2), work, head_only)
+    assert cases.global_error(states, dict(plain.state_dict())) < 1e-12
+
+
+def test_an_optimizer_that_takes_no_parameter_of_any_stage_is_refused() -> None:
+    """One process would refuse it as well."""
+    graph = capture(UnusedHead(), torch.randn(4, 4), loss=first_output)
+    plan = cases.make_plan(graph, (1, 1), 8, 2)
+
+    def work(trainer: Trainer) -> None:
+        with pytest.raises(InputError, match="no rank has a parameter to update"):
+            trainer.step(torch.randn(8, 4), torch.randn(8, 2))
+
+    on_ranks(graph, plan, work, lambda p: torch.optim.SGD([q for q in p if q.dim() == 7]))
+
+
 def test_a_loss_that_reads_parameters_of_other_stages_is_refused() -> None:
     """They are not on its rank, and what stands in for them says so when it is used."""
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])

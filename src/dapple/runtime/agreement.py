@@ -107,6 +107,26 @@ def check_weights(
             )
 
 
+def check_updates(writes: bool, transport: Transport, device: torch.device) -> None:
+    """Some rank has something to update; all ranks call it.
+
+    Args:
+        writes: this rank has.
+        transport: the network.
+        device: this rank's device.
+
+    Raises:
+        InputError: none has; on each of them.
+    """
+    count = torch.tensor(float(writes), dtype=torch.float64, device=device)
+    transport.sum(count, tuple(range(transport.world_size))).wait()
+    if not count.item():
+        raise InputError(
+            "no rank has a parameter to update: all are frozen, or the optimizer's factory takes none "
+            "of those that it gets; leave some trainable, or evaluate instead"
+        )
+
+
 def _mark(parameter: torch.Tensor) -> torch.Tensor:
     """A number whose square is exact, and that other values nearly always change."""
     whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

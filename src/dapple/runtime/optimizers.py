@@ -70,12 +70,19 @@ def make_optimizer(
 ) -> torch.optim.Optimizer | None:
     """The optimizer of a rank; None if it has nothing to train.
 
+    That is so, too, where the factory chooses among the parameters, and takes none of this rank's.
+
     Raises:
         InputError: the factory makes none, or one that a pipeline can't serve.
     """
     if not parameters:
         return None
-    optimizer = factory(parameters)
+    try:
+        optimizer = factory(parameters)
+    except ValueError as error:
+        if "empty parameter list" not in str(error):  # torch's own words, of any optimizer
+            raise
+        return None
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InputError(
             f"the optimizer factory returned {type(optimizer).__name__}; return a torch.optim "

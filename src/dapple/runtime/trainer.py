@@ -19,6 +19,7 @@ from dapple.records import Plan, Timeline
 from dapple.runtime.agreement import (
     GlobalLoss,
     check_same,
+    check_updates,
     check_weights,
     plan_in_words,
     start_global_loss,
@@ -265,6 +266,8 @@ class Trainer:
             self.parts.check_frozen()
             call = f"update={update}, metrics={metrics}"
             self._agree(handed.layout, f"step with {call}")
+            if self._steps == 0:
+                check_updates(self._updating.writes, self._transport, self.device)
             return self._step(handed, update, metrics)
 
     def evaluate(
