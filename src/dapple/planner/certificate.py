@@ -21,6 +21,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cached_property
 
+import numpy as np
+
 from dapple.planner.demand import Demand
 from dapple.planner.fluid import Fluid
 from dapple.planner.mixed import all_shares, ranges, units_of
@@ -41,11 +43,11 @@ def lower_bound(problem: Problem, step_seconds: float, micro_batches: int) -> fl
         step_seconds: the step of some plan; the bound is never above.
         micro_batches: M of that plan. Its range is looked at first, since it probably decides.
     """
-    checks = [_Check(problem, low, high, step_seconds) for low, high in ranges(problem)]
-    checks.sort(key=lambda check: (not check.holds(micro_batches), check.least))
+    checks = [_Check(problem, low, high) for low, high in ranges(problem)]
+    checks.sort(key=lambda check: (not check.holds(micro_batches), check.needed(step_seconds)))
     bound = step_seconds
     for check in checks:
-        if check.least < bound:
+        if check.needed(bound) <= units_of(problem).total:
             bound = check.lowered(bound)
     return bound
 
@@ -56,18 +58,17 @@ class _Check:
     Args:
         problem: what is planned.
         low, high: one of `row_ranges`, or one M of it.
-        most: seconds; bounds above are of no interest.
-
-    Attributes:
-        least: seconds below which there is no plan, found fast.
     """
 
-    def __init__(self, problem: Problem, low: int, high: int, most: float) -> None:
+    def __init__(self, problem: Problem, low: int, high: int) -> None:
         self._problem = problem
         self._found = all_shares(problem, low, high)
         tables, speed = problem.layer_tables, max(problem.speeds)
-        fluid = Fluid.of(self._found, speed, bool(tables.linked[1:-1].all()))
-        self.least = fluid.least_seconds(units_of(problem).total, most)
+        self._fluid = Fluid.of(self._found, speed, bool(tables.linked[1:-1].all()))
+
+    def needed(self, target: float) -> float:
+        """Units of the cluster's devices that a step of so many seconds takes at least."""
+        return float(self._fluid.needed(target, np.zeros(1))[0, 0])
 
     def holds(self, micro_batches: int) -> bool:
         """Whether this M is in the range."""
@@ -84,10 +85,11 @@ class _Check:
         """The largest T, up to a factor, that no plan with these M meets, if it is below `high`."""
         if not self._meets(high):
             return high
-        low, ratio = high / _CLOSE, _CLOSE
-        while low > self.least and self._meets(low):
+        least = self._fluid.least_seconds(units_of(self._problem).total, high)
+        low, ratio = max(high / _CLOSE, least), _CLOSE
+        while low > least and self._meets(low):
             high, ratio = low, ratio * ratio
-            low = max(high / ratio, self.least)
+            low = max(high / ratio, least)
         while high > low * _CLOSE:
             middle = (low + high) / 2
             low, high = (low, middle) if self._meets(middle) else (middle, high)

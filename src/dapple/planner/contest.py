@@ -67,13 +67,17 @@ class Contest:
         """
         for name in names:
             guesses: list[tuple[float, Layout]] = []
+            refused: list[Layout] = []
             for count in self.problem.micro_batch_counts:
                 for layout in self._variants(BASELINES[name](self.problem, count)):
                     warmup = self.problem.guess_warmup(layout)
                     if warmup is None:
-                        self.judge(layout, name)
+                        refused.append(layout)
                     else:
                         guesses.append((estimate_seconds(self.problem, layout, warmup), layout))
+            if not guesses or not self.problem.refuses_rightly:
+                for layout in refused:
+                    self.judge(layout, name)
             for number, (_, layout) in enumerate(sorted(guesses)[:_BASELINE_TRIES]):
                 told = number == 0 and name in _TOLD and _computations(layout) <= _LONG
                 if postpone and not told:

@@ -10,7 +10,8 @@ from typing import TypeVar
 from dapple.planner.exposed import bucketed_seconds
 from dapple.planner.layout import Layout
 from dapple.planner.problem import Problem
-from dapple.planner.tables import Ints, shared_update
+from dapple.planner.tables import CostTables, Ints, StageTimes, shared_update
+from dapple.planner.traffic import Devices
 
 _LONG = 10
 """In pipelines of more stages, only so many of the slowest ones are changed."""
@@ -61,7 +62,9 @@ def estimate_seconds(
                 if j >= len(work):
                     break
                 first, rounds = waiting_chain(warmup[s // 2], warmup[j // 2], count)
-                waits = max(waits, first * forward[s] + rounds * (passed[j + 1] - passed[s]))
+                chain = first * forward[s] + rounds * (passed[j + 1] - passed[s])
+                if chain > waits:
+                    waits = chain
             own = max(own, waits + passed[-1] - passed[s])
         busy = before_f + own + max(before_b + after[0], after[s])
         longest = max(longest, busy, total_f + total_b - before_b + after[s])
@@ -118,28 +121,36 @@ def _stage_times(
 ) -> tuple[list[float], list[float], list[float], list[float]]:
     """Forward, backward, whole work, and what comes after, of the expanded stages."""
     tables = problem.tables(layout.micro_batches)
-    forward: list[float] = []
-    backward: list[float] = []
-    work: list[float] = []
-    after: list[float] = []
+    times: list[StageTimes] = []
     for number, (start, stop) in enumerate(itertools.pairwise(layout.bounds)):
+        devices = layout.devices[number]
         if number:
-            link = tables.link(layout.devices[number - 1], layout.devices[number])
+            link = tables.link(layout.devices[number - 1], devices)
             there, back = float(link.forward[start]), float(link.backward[start])
-            forward.append(there)
-            backward.append(back)
-            work.append(layout.micro_batches * max(there, back))
-            after.append(0.0)
-        table = tables.stage(layout.devices[number])
-        forward.append(float(table.likely_forward[stop] - table.likely_forward[start]))
-        backward.append(float(table.likely_backward[stop] - table.likely_backward[start]))
-        work.append(float(table.work[stop] - table.work[start]))
-        buckets = problem.model.buckets(start, stop)
-        ring = table.reduce_fixed, table.reduce_per_byte
-        exposed = bucketed_seconds(buckets, table.likely_backward, start, *ring)
-        update = float(table.optimizer[stop] - table.optimizer[start])
-        if layout.shard:
-            whole = ring[0] + ring[1] * sum(size for _, size in buckets)
-            update = float(shared_update(update, len(layout.devices[number]), whole))
-        after.append(exposed + update)
+            times.append((there, back, layout.micro_batches * max(there, back), 0.0))
+        key = devices, start, stop, layout.shard
+        found = tables.stage_times.get(key)
+        if found is None:
+            found = tables.stage_times[key] = _times_of_stage(problem, tables, *key)
+        times.append(found)
+    forward, backward, work, after = map(list, zip(*times, strict=True))
     return forward, backward, work, after
+
+
+def _times_of_stage(
+    problem: Problem, tables: CostTables, devices: Devices, start: int, stop: int, shard: bool
+) -> StageTimes:
+    table = tables.stage(devices)
+    buckets = problem.model.buckets(start, stop)
+    ring = table.reduce_fixed, table.reduce_per_byte
+    exposed = bucketed_seconds(buckets, table.likely_backward, start, *ring)
+    update = float(table.optimizer[stop] - table.optimizer[start])
+    if shard:
+        whole = ring[0] + ring[1] * sum(size for _, size in buckets)
+        update = float(shared_update(update, len(devices), whole))
+    return (
+        float(table.likely_forward[stop] - table.likely_forward[start]),
+        float(table.likely_backward[stop] - table.likely_backward[start]),
+        float(table.work[stop] - table.work[start]),
+        exposed + update,
+    )

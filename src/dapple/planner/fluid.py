@@ -100,7 +100,10 @@ class Fluid:
         each = 1 / np.maximum(target - ways + own * np.minimum(differs / 2, 1.0), least)
         slope = cheapest * each * each
         later = np.flip(prefix(np.flip(slope, axis=1)), axis=1)[:, 1:]
-        terms = np.full_like(each, np.inf)
-        for cost, extra in zip(costs, self.extra, strict=True):
-            np.minimum(terms, cost * each + extra * later, out=terms)
+        if len(delays) == 1:
+            terms = (costs * each + self.extra * later).min(axis=0, keepdims=True)
+        else:
+            terms = np.full_like(each, np.inf)
+            for cost, extra in zip(costs, self.extra, strict=True):
+                np.minimum(terms, cost * each + extra * later, out=terms)
         return np.flip(prefix(np.flip(terms, axis=1)), axis=1) * (1 - _SLACK)

@@ -34,7 +34,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -101,8 +101,9 @@ def hpgo(problem: Problem, micro_batches: int) -> Iterator[Layout]:
         one.activation_bytes * (rows / largest),
         rows,
     )
+    chains = _balanced(whole, problem.cluster)
     plans = {
-        released_search(costs, problem.cluster, least)
+        _best(costs, problem.cluster, chains, least)
         for costs in (whole, dataclasses.replace(whole, slip=False))
         for least in (1, largest)
     }
@@ -127,66 +128,102 @@ def released_search(costs: BatchCosts, cluster: Cluster, least_micro_batch: int 
         cluster: G devices.
         least_micro_batch: rows of a micro-batch on one device, HPGO's `min_micro_batch_size`.
     """
-    found = [*_data_parallel(costs, cluster, least_micro_batch)]
-    found += _straight(costs, cluster, least_micro_batch)
-    found += _two_stages(costs, cluster, least_micro_batch)
+    return _best(costs, cluster, _balanced(costs, cluster), least_micro_batch)
+
+
+def _best(costs: BatchCosts, cluster: Cluster, chains: Sequence[_Balanced], least: int) -> Scored:
+    found = [_data_parallel(costs, cluster, least)]
+    found += [_straight(costs, chain, least) for chain in chains]
+    found += _two_stages(costs, cluster, least)
     return min(found)
 
 
-def _data_parallel(costs: BatchCosts, cluster: Cluster, least: int) -> Iterator[Scored]:
-    network, total, all_devices = _network(cluster), costs.seconds[-1], cluster.num_devices
-    for ways in range(min(2, all_devices), all_devices + 1):
-        replicas = all_devices // ways
-        devices = tuple(range(ways * replicas))
+def _data_parallel(costs: BatchCosts, cluster: Cluster, least: int) -> Scored:
+    total, size = float(costs.seconds[-1]), float(costs.parameter_bytes[-1])
+    scores = []
+    for replicas, devices, reduce_per_byte in _replicated(cluster):
         count = _micro_batches(costs, replicas, least)
         block = total / len(devices) / count
-        reduce = network.ring(devices).seconds(costs.parameter_bytes[-1])
-        seconds = (count - 1) * block + total / replicas / count + reduce
-        yield Scored(float(seconds), (0, len(costs.seconds) - 1), (devices,))
+        seconds = (count - 1) * block + total / replicas / count + size * reduce_per_byte
+        scores.append((seconds, devices))
+    seconds, devices = min(scores)
+    return Scored(seconds, (0, len(costs.seconds) - 1), (devices,))
 
 
-def _straight(costs: BatchCosts, cluster: Cluster, least: int) -> Iterator[Scored]:
-    places, count = len(costs.seconds) - 1, cluster.num_devices
+@functools.lru_cache(maxsize=8)
+def _replicated(cluster: Cluster) -> list[tuple[int, Devices, float]]:
+    """Every data parallelism: its r, its devices, and AllReduce seconds for each byte."""
+    network, most = _network(cluster), cluster.num_devices
+    found = []
+    for ways in range(min(2, most), most + 1):
+        devices = tuple(range(ways * (most // ways)))
+        found.append((most // ways, devices, network.ring(devices).inside_seconds_per_byte))
+    return found
+
+
+@dataclass(frozen=True)
+class _Chain:
+    """Equally replicated stages on consecutive devices.
+
+    Of HPGO's placements we take the one that crosses machines least.
+
+    Attributes:
+        devices: of each stage.
+        links: seconds for each byte that a stage sends to the next, shape (S - 1,).
+        reduces: AllReduce seconds for each byte, shape (S,).
+    """
+
+    devices: tuple[Devices, ...]
+    links: Floats
+    reduces: Floats
+
+
+@functools.lru_cache(maxsize=8)
+def _chains(cluster: Cluster, places: int) -> list[_Chain]:
+    """Those of the straight family, for a model that may be cut at so many places."""
+    network, count = _network(cluster), cluster.num_devices
     shapes = {(min(places, count), 1)}
     if places > 1 and count > 2 and count % 2 == 0:
         shapes.add((2, count // 2))
+    found = []
     for stages, replicas in sorted(shapes):
-        first = range(stages) if replicas == 1 else range(0, count, replicas)
-        yield _chain(costs, cluster, [tuple(range(d, d + replicas)) for d in first], least)
+        devices = [tuple(range(s * replicas, (s + 1) * replicas)) for s in range(stages)]
+        links = [_transfer(network, a, b) for a, b in itertools.pairwise(devices)]
+        reduces = [network.ring(part).inside_seconds_per_byte for part in devices]
+        found.append(_Chain(tuple(devices), np.array(links), np.array(reduces)))
+    return found
 
 
-def _chain(costs: BatchCosts, cluster: Cluster, devices: list[Devices], least: int) -> Scored:
-    """Equally replicated stages on consecutive devices, cut so that the slowest block is fastest.
+_Balanced = tuple[_Chain, tuple[int, ...], float]
+"""A chain cut so that the slowest block of the whole batch is fastest, and that block's seconds."""
 
-    Of HPGO's placements we take the one that crosses machines least.
-    """
-    replicas = len(devices[0])
-    links = [_transfer(cluster, a, b) for a, b in itertools.pairwise(devices)]
-    cuts, slowest = _balance(costs, links, len(devices), replicas)
+
+def _balanced(costs: BatchCosts, cluster: Cluster) -> list[_Balanced]:
+    chains = _chains(cluster, len(costs.seconds) - 1)
+    return [(chain, *_balance(costs, chain)) for chain in chains]
+
+
+def _straight(costs: BatchCosts, balanced: _Balanced, least: int) -> Scored:
+    chain, cuts, slowest = balanced
+    replicas = len(chain.devices[0])
     count = _micro_batches(costs, replicas, least)
     block = slowest / count
-    moved = sum(costs.crossing_bytes[c] * link for c, link in zip(cuts[1:], links, strict=False))
-    ends = list(cuts)
+    ends = np.array(cuts)
+    moved = (costs.crossing_bytes[ends[1:-1]] * chain.links).sum()
     held = costs.reduced_until[ends[1:]] - costs.parameter_bytes[ends[:-1]]
-    rings = [_network(cluster).ring(part) for part in devices]
-    late = max(
-        ring.seconds(size) - n * block
-        for n, (ring, size) in enumerate(zip(rings, held, strict=True))
-    )
+    late = (held * chain.reduces - np.arange(len(held)) * block).max()
     fill = (costs.seconds[-1] + moved) / replicas / count
     seconds = (count - 1) * block + fill + max(0.0, late)
-    return Scored(float(seconds), cuts, tuple(devices))
+    return Scored(float(seconds), cuts, chain.devices)
 
 
-def _balance(
-    costs: BatchCosts, links: list[float], stages: int, replicas: int
-) -> tuple[tuple[int, ...], float]:
+def _balance(costs: BatchCosts, chain: _Chain) -> tuple[tuple[int, ...], float]:
     """Cuts with the least slowest block, twice the activations' transfers included."""
     places = len(costs.seconds) - 1
-    stage = (costs.seconds[None, :] - costs.seconds[:, None]) / replicas
+    stage = (costs.seconds[None, :] - costs.seconds[:, None]) / len(chain.devices[0])
     stage = np.where(np.tri(places + 1, dtype=np.bool_), np.inf, stage)
     best, starts = stage[0], []
-    for link in links:
+    for link in chain.links:
         before = np.maximum(best, 2 * costs.crossing_bytes * link)
         worst = np.maximum(before[:, None], stage)
         starts.append(worst.argmin(axis=0))
@@ -239,7 +276,7 @@ def _pairs(cluster: Cluster) -> _Pairs:
     return _Pairs(
         tuple(found),
         np.array([[len(first)] for first, _ in found]),
-        np.array([[_transfer(cluster, *pair)] for pair in found]),
+        np.array([[_transfer(network, *pair)] for pair in found]),
         (np.array(rings)[:, :1], np.array(rings)[:, 1:]),
     )
 
@@ -249,9 +286,8 @@ def _network(cluster: Cluster) -> Network:
     return Network(cluster, "paper")
 
 
-def _transfer(cluster: Cluster, senders: Devices, receivers: Devices) -> float:
+def _transfer(network: Network, senders: Devices, receivers: Devices) -> float:
     """Seconds for each byte that a stage sends to the next."""
-    network = _network(cluster)
     targets = {network.machine(device) for device in receivers}
     if len(targets) > 1:
         together = (*senders, *receivers)

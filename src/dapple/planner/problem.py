@@ -130,6 +130,16 @@ class Problem:
         """Whether the profile says what every layer keeps for its backward."""
         return all(layer.saved_bytes is not None for layer in self.profile.layers)
 
+    @cached_property
+    def refuses_rightly(self) -> bool:
+        """Whether what `guess_warmup` refuses does not fit indeed: it counts nothing too often.
+
+        It does count tensors that skip layers, and tied parameters, in more than one place, and
+        all activations where a stage may recompute them.
+        """
+        skips = any(max(t.consumers, default=0) > t.producer + 1 for t in self.profile.tensors)
+        return not (skips or self.profile.tied or self.recompute)
+
     def variants(self, layout: Layout) -> list[Layout]:
         """The layout with every warm-up policy, recomputation and shards where allowed."""
         known, replicated = self.memory_is_known, any(len(d) > 1 for d in layout.devices)

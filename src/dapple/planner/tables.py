@@ -37,6 +37,8 @@ from dapple.records import ModelProfile
 Ints = NDArray[np.int64]
 Index = int | Ints
 Shares = tuple[tuple[float, int, int], ...]
+StageTimes = tuple[float, float, float, float]
+"""Seconds of a stage: forward, backward, whole work, and what comes after."""
 
 _FEW_LAYERS = 64
 """Up to so many layers, what AllReduces expose is worked out for all pairs of cuts at once."""
@@ -112,6 +114,7 @@ class CostTables:
 
     Attributes:
         splits: the rows of a stage's replicas.
+        stage_times: what `dapple.planner.estimate` found, by devices, first layer, last + 1, and shard.
     """
 
     def __init__(
@@ -132,6 +135,7 @@ class CostTables:
         self.num_first = sizes.count(sizes[0])
         self._kinds = network.cluster.kind_of_device()
         self.splits = RowSplits(self._kinds, self.first_rows, self.last_rows, proportional)
+        self.stage_times: dict[tuple[Devices, int, int, bool], StageTimes] = {}
         self._layer_seconds: dict[float, tuple[Floats, Floats]] = {}
         self._saved: dict[int, Floats] = {}
         self._seconds: dict[Shares, dict[str, Floats]] = {}
