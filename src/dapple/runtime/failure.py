@@ -25,7 +25,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from dapple.errors import InputError, RankFailure, RunError, one_line
 from dapple.runtime.causes import tells_of_a_lost_peer
@@ -37,55 +36,17 @@ from dapple.runtime.ending import (
     print_traceback,
 )
 from dapple.runtime.heartbeat import (
-    JOINT_ACTIONS,
-    WAITING_ACTIONS,
     Beat,
     ProcessName,
     Progress,
     Pulses,
     Watch,
 )
+from dapple.runtime.judge import Judge, ranks_to_watch
 from dapple.runtime.noticeboard import Notice, NoticeBoard
+from dapple.runtime.patience import Patience
 
 __all__ = ["Monitor", "Patience", "Progress"]
-
-# How many of the ranks after it, in a ring, a rank watches. Each dead group of up to this many is
-# seen by somebody at once, and the store's load grows with the ranks, not with their square.
-_WATCHED_RANKS = 8
-
-
-@dataclass(frozen=True)
-class Patience:
-    """How long the monitor waits for what. The defaults keep the promise of 10 s.
-
-    Attributes:
-        beat_seconds: between two heartbeats, and two looks for a notice. As old may be what the
-            others know of the last action of a rank that was killed.
-        look_seconds: between two looks at the heartbeats of others.
-        stale_seconds: silence after which a rank counts as failed, and so does the store. A beat is
-            late by some 0.1 s on a machine with every core busy, and by 1-2 s in an operation that
-            holds the interpreter's lock (an import, the collection of a large heap, the pickling of
-            a large object). Raise it for operations that hold the lock for longer; the promise of
-            10 s then grows with it.
-        quick_stale_seconds: the same once SIGTERM or a broken connection says that something died,
-            when the question is only who.
-        search_seconds: how long to look for the cause of SIGTERM or of a broken connection.
-        linger_seconds: how long the rank that reports a failure stays for the others to read it.
-        grace_seconds: how long a process may live after its guard() has raised.
-        stall_seconds: the run has stalled when no rank begins a new action for so long.
-        deserted_seconds: a rank that waits for all others gives up when one of them has closed for
-            so long.
-    """
-
-    beat_seconds: float = 0.1
-    look_seconds: float = 0.5
-    stale_seconds: float = 5.0
-    quick_stale_seconds: float = 2.0
-    search_seconds: float = 4.0
-    linger_seconds: float = 1.5
-    grace_seconds: float = 3.0
-    stall_seconds: float = 600.0
-    deserted_seconds: float = 3.0
 
 
 class Monitor:
@@ -124,7 +85,7 @@ class Monitor:
         self._process = ProcessName.own()
         self._pulses = Pulses()
         self._beat_watch, self._look_watch = self._new_watch(), self._new_watch()
-        self._watched = self._ranks_to_watch()
+        self._watched = ranks_to_watch(self._rank, world_size)
         self._beats = 0
         self._next_look = 0.0
         self._seen_action = progress.now
@@ -142,6 +103,9 @@ class Monitor:
         self._reported = threading.Lock()  # taken by the first thread that reports, never freed
 
         self._board = NoticeBoard(store_host, store_port, self._rank, attempt)
+        self._judge = Judge(
+            self._board, self._pulses, self._process, self._rank, world_size, self._patience
+        )
         self._board.write_beat(self._beat())
         self._pipe = TerminationPipe()
         atexit.register(self._at_exit)
@@ -221,7 +185,7 @@ class Monitor:
 
     def _settle(self, error: BaseException, *, printed: bool = False) -> Notice:
         """Have the heart find out, put up and report why the run ends; returns the verdict."""
-        own = self._notice_about(self._beat(), one_line(error))
+        own = self._judge.notice(self._beat(), one_line(error))
         if self._over.is_set() or not self._is_own_process():
             return self._notice or own
         doubtful = tells_of_a_lost_peer(error)
@@ -319,7 +283,7 @@ class Monitor:
         for rank in range(self._world_size) if searching else self._watched:
             if rank != self._rank:
                 self._pulses.see(self._board.read_beat(rank))
-        found = self._silent_rank(searching) or self._deserted() or self._stall()
+        found = self._judge.find(self._beat(), searching)
         if found is None and searching:
             self._search_left_seconds -= elapsed
             if self._search_left_seconds <= 0:
@@ -338,65 +302,10 @@ class Monitor:
     def _new_watch(self) -> Watch:
         return Watch(2 * self._patience.look_seconds)
 
-    def _ranks_to_watch(self) -> list[int]:
-        ring = (self._rank + 1 + step for step in range(min(_WATCHED_RANKS, self._world_size - 1)))
-        return [rank % self._world_size for rank in ring]
-
-    def _silent_rank(self, searching: bool) -> Notice | None:
-        """The notice about a rank that has ended or does not beat."""
-        if gone := self._pulses.gone(self._process.machine):
-            return self._notice_about(gone, "the process was killed, or ended without close()")
-        patience = self._patience
-        limit = patience.quick_stale_seconds if searching else patience.stale_seconds
-        if not (silent := self._pulses.silent(limit, also_unstarted=searching)):
-            return None
-        beat, seconds = silent
-        what = "heartbeat yet" if beat.count < 0 else f"heartbeat for {seconds:.1f} s"
-        cause = f"no {what}: the process or its machine was stopped, is unreachable, or has ended"
-        return self._notice_about(beat, cause)
-
-    def _deserted(self) -> Notice | None:
-        """The notice about a rank that has left while this one waits for all ranks.
-
-        A rank closes after its last step, and all ranks meet at the start of each: whoever waits
-        there for seconds beside one that has closed waits for a step that will not be.
-        """
-        limit = self._patience.deserted_seconds
-        if self._progress.now[0] not in JOINT_ACTIONS or self._action_seconds < limit:
-            return None
-        for rank in range(self._world_size):
-            beat = self._board.read_beat(rank)
-            if beat.action == "close" and beat.action_seconds >= limit:
-                cause = (
-                    f"it has closed the run, but rank {self._rank} began another step: its data "
-                    "ended before the others'; give every rank as many batches"
-                )
-                return self._notice_about(beat, cause)
-        return None
-
-    def _stall(self) -> Notice | None:
-        """The notice that nothing moves any more, about a rank that does not wait for another."""
-        limit = self._patience.stall_seconds
-        if self._action_seconds < limit:
-            return None
-        others = (self._board.read_beat(r) for r in range(self._world_size) if r != self._rank)
-        beats = [self._beat(), *others]
-        if any(beat.action_seconds < limit for beat in beats):
-            return None  # that rank still gets on, and this one may have to wait for it
-        waits = [beat.action in WAITING_ACTIONS for beat in beats]
-        beat = min(beats, key=lambda beat: (beat.action in WAITING_ACTIONS, beat.rank))
-        how = "all wait for each other" if all(waits) else "this one does not wait for another"
-        seconds = f"{self._action_seconds:.0f} s"
-        cause = f"stalled: no rank has begun a new action for {seconds}, and {how}"
-        return self._notice_about(beat, cause)
-
     def _termination(self) -> Notice:
-        return self._notice_about(
+        return self._judge.notice(
             self._beat(), "SIGTERM: this process was told to end, and no rank had failed before"
         )
-
-    def _notice_about(self, beat: Beat, cause: str) -> Notice:
-        return Notice(beat.rank, beat.stage, beat.micro_batch, beat.action, cause, self._rank)
 
     def _all_have_closed(self) -> bool:
         increase = 0 if self._has_closed else 1
@@ -484,7 +393,7 @@ class Monitor:
         elif self._store_rank not in (None, self._rank):
             host = self._pulses.last(self._store_rank)
             self._report(
-                self._notice_about(host, f"the store that it hosts at {self._store} {what}")
+                self._judge.notice(host, f"the store that it hosts at {self._store} {what}")
             )
             host.process.kill()  # it may be stopped, and nothing else would end it
         elif self._reported.acquire(blocking=False):
