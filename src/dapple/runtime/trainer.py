@@ -50,6 +50,7 @@ from dapple.runtime.results import Evaluation, StepResult
 from dapple.runtime.statistics import BatchNormRule, BatchStatistics
 from dapple.runtime.step import TrainingStep
 from dapple.runtime.sums import RankGradients
+from dapple.runtime.timelines import gathered_timeline
 from dapple.runtime.topology import Topology
 from dapple.runtime.transport import Transport
 from dapple.runtime.update import UpdateRules, Verdict, make_update
@@ -327,21 +328,10 @@ class Trainer:
         Args:
             peak_bytes: this rank's peak, if it was measured.
         """
-        row = (self._recorder.spans(), self.last_step_seconds, peak_bytes)
-        rows: list[Any] = [None] * self._transport.world_size
-        if self._transport.world_size > 1:
-            dist.all_gather_object(rows, row)
-        else:
-            rows = [row]
-        machine = self._plan.cluster.machine_of_device()
-        used = sorted(self._plan.rank_of_device())
-        return Timeline(
-            source="measured",
-            step_seconds=max(seconds for _, seconds, _ in rows),
-            spans=tuple(span for spans, _, _ in rows for span in spans),
-            machine_of_rank=tuple(machine[d] for d in used),
-            peak_bytes=tuple(peak for _, _, peak in rows),
-            in_flight=self.parts.schedule(self._last_micro_batches)[0].in_flight(),
+        in_flight = self.parts.schedule(self._last_micro_batches)[0].in_flight()
+        seconds, world_size = self.last_step_seconds, self._transport.world_size
+        return gathered_timeline(
+            self._recorder.spans(), seconds, peak_bytes, self._plan, in_flight, world_size
         )
 
     def state_dict(self) -> dict[str, torch.Tensor]:
