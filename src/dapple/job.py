@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from dapple.errors import DappleError, FileError
 from dapple.files import describe_validation, read_text
-from dapple.planner import PLANNERS
+from dapple.planner import ANY, PLANNERS
 from dapple.planner.memory import OPTIMIZER_STATE
 from dapple.schedule import SCHEDULES, is_file
 from dapple.units import parse_bytes
@@ -75,8 +75,8 @@ FunctionPath = Annotated[str, AfterValidator(_function)]
 
 
 def _schedule(value: str) -> str:
-    if value not in SCHEDULES and not is_file(value):
-        raise ValueError(f"unknown schedule; known: {', '.join(SCHEDULES)}, or a .csv file")
+    if value not in (*SCHEDULES, ANY) and not is_file(value):
+        raise ValueError(f"unknown schedule; known: {', '.join(SCHEDULES)}, {ANY}, or a .csv file")
     return value
 
 

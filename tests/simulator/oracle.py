@@ -93,15 +93,18 @@ class World:
 
     def sums(self) -> Iterator[tuple[list[int], int, int, bool]]:
         """Stages and bytes of each AllReduce, its lowest layer, and whether it queues (rule 7)."""
-        for s in self.stages:
-            if self.plan.stages[s].replicas > 1:
-                yield from self.buckets(s)
+        for own in self.plan.positions:
+            queued = False
+            for s in reversed(own) if self.plan.stages[own[0]].replicas > 1 else ():
+                for stages, size, layer in self.buckets(s):
+                    yield stages, size, layer, queued
+                    queued = True
         for group in self.profile.tied:
             holders = [s for s in self.stages if any(self.holds(s, m.layer) for m in group.members)]
             if len(holders) > 1:
                 yield holders, group.parameter_bytes, 0, False
 
-    def buckets(self, s: int) -> Iterator[tuple[list[int], int, int, bool]]:
+    def buckets(self, s: int) -> Iterator[tuple[list[int], int, int]]:
         own = {
             n: layer.parameter_bytes
             for n, layer in enumerate(self.profile.layers)
@@ -114,15 +117,14 @@ class World:
                 if layer in own and not (alone and layer == layers[0]):
                     own[layer] -= group.parameter_bytes
         full = max(BUCKET_BYTES, sum(own.values()) / MOST_BUCKETS)
-        queued = False
         waiting: list[int] = []
         for layer in sorted(own, reverse=True):
             if own[layer] > 0:
                 waiting.append(layer)
             size = sum(own[n] for n in waiting)
             if waiting and (size >= full or not any(own[n] > 0 for n in own if n < layer)):
-                yield [s], size, waiting[-1], queued
-                queued, waiting = True, []
+                yield [s], size, waiting[-1]
+                waiting = []
 
     def lead(self, s: int, r: int, layer: int) -> float:
         """Seconds from a layer's last backward to the end of its stage's on a replica."""

@@ -77,6 +77,18 @@ def test_all_engines_agree_on_plain_schedules(case: tuple[Plan, ModelProfile]):
     same_times(run(costs, made.schedule), rows)
 
 
+def test_virtual_stages_add_up_their_gradients_one_after_the_other():
+    """The later stage's at 4 s, when its backward ends; the earlier one's not at 6 s, but after it."""
+    profile = chain([1.0] * 2, [2.0] * 2, parameter_bytes=10)
+    made = plan([2], 2, 1, cluster(2))
+    stages = [made.stages[0].model_copy(update={"start": n, "stop": n + 1}) for n in (0, 1)]
+    changes = {"stages": tuple(stages), "virtual": 2, "schedule": "interleaved"}
+    found = simulate(made.model_copy(update=changes), profile)
+    sums = {s.stage: (s.start, s.end) for s in found.spans if s.kind == "allreduce"}
+    assert sums == {1: pytest.approx((4, 14)), 0: pytest.approx((14, 24))}
+    assert found.step_seconds == pytest.approx(24)
+
+
 @settings(max_examples=60, deadline=None)
 @given(random_plans(contended=True) | random_plans(contended=False), st.floats(0.1, 1.0))
 def test_replicas_that_run_alike_are_simulated_once_with_split_backwards_too(

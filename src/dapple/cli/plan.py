@@ -38,7 +38,10 @@ def plan(
     ] = "dapple",
     optimizer: options.Optimizer = "adamw",
     schedule: Annotated[
-        str, typer.Option(help="early-backward, gpipe, interleaved or zero-bubble.")
+        str,
+        typer.Option(
+            help="early-backward, gpipe, interleaved, zero-bubble, any of these, or a CSV file."
+        ),
     ] = "early-backward",
     virtual: Annotated[
         int | None, typer.Option(help="Stages per device; 2 for interleaved, else 1 by default.")

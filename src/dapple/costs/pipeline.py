@@ -287,16 +287,23 @@ def _gradient_sums(
     model: CostModel, stages: Sequence[StagePlan], splits: list[list[tuple[int, ...]]]
 ) -> tuple[GradientSum, ...]:
     sums: list[GradientSum] = []
-    for number, (stage, split) in enumerate(zip(stages, splits, strict=True)):
-        if stage.replicas == 1:
-            continue
-        ring = model.network.ring(stage.devices)
-        for position, (first, size) in enumerate(model.buckets(stage.start, stage.stop)):
+    sharing: dict[tuple[int, ...], list[int]] = {}
+    for number, stage in enumerate(stages):
+        sharing.setdefault(stage.devices, []).append(number)
+    for members, numbers in sharing.items():
+        ring = model.network.ring(members)
+        # Virtual stages share a ring, and the last one's backward is over first.
+        own = [
+            (number, *bucket)
+            for number in reversed(numbers)
+            for bucket in model.buckets(stages[number].start, stages[number].stop)
+        ]
+        for place, (number, first, size) in enumerate(own if len(members) > 1 else ()):
             leads = tuple(
-                model.stage_seconds(stage.start, first, rows)[1] / model.speeds[device]
-                for rows, device in zip(split[-1], stage.devices, strict=True)
+                model.stage_seconds(stages[number].start, first, rows)[1] / model.speeds[device]
+                for rows, device in zip(splits[number][-1], members, strict=True)
             )
-            sums.append(GradientSum((number,), size, ring, leads, queued=position > 0))
+            sums.append(GradientSum((number,), size, ring, leads, queued=place > 0))
     for group in model.profile.tied:
         layers = {member.layer for member in group.members}
         holders = tuple(

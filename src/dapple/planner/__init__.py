@@ -9,6 +9,7 @@ from dapple.planner.comparison import Compared, compare
 from dapple.planner.contest import Candidate
 from dapple.planner.refusal import Refusal
 from dapple.planner.search import (
+    ANY,
     PLANNERS,
     SearchOptions,
     SearchResult,
@@ -17,6 +18,7 @@ from dapple.planner.search import (
 )
 
 __all__ = [
+    "ANY",
     "PLANNERS",
     "Candidate",
     "Compared",

@@ -86,6 +86,11 @@ class Contest:
                     self.judge(layout, name)
 
     @property
+    def judged(self) -> list[Candidate]:
+        """All that was simulated."""
+        return [one for one in self._known.values() if isinstance(one, Candidate)]
+
+    @property
     def starts(self) -> list[Layout]:
         """What the planners came up with so far."""
         found = [candidate.layout for candidate in self.candidates.values()]

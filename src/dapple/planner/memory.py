@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from dapple.costs import CostModel, StageMemory, split_rows, stage_memory
+from dapple.costs import CostModel, StageMemory, rank_peak_bytes, split_rows, stage_memory
 from dapple.planner.layout import Layout
 from dapple.planner.refusal import Refusal
 from dapple.planner.symmetry import Symmetry
 from dapple.records import StagePlan
+from dapple.schedule import Room, Schedule
 
 OPTIMIZER_STATE = {
     "adamw": 2.0,
@@ -107,6 +108,40 @@ class Memory:
                 here = self._bytes(stages, number, rows, allowed, replica)
                 allowed -= here is not None and here.total > available
         return allowed
+
+    def too_full(
+        self, stages: Sequence[StagePlan], micro_batches: int, schedule: Schedule, room: Room
+    ) -> list[int]:
+        """The stages on devices whose memory does not suffice; none where it is not known.
+
+        Args:
+            stages: all stages, those that share devices split rows alike.
+            micro_batches: M.
+            schedule: what each position computes.
+            room: micro-batches that are received ahead.
+        """
+        rows = math.ceil(self._batch / micro_batches)
+        found: list[int] = []
+        for position, own in enumerate(schedule.stages):
+            peaks = (
+                (
+                    available,
+                    rank_peak_bytes(
+                        self._model,
+                        stages,
+                        schedule,
+                        room,
+                        position,
+                        rows,
+                        optimizer_state_factor=OPTIMIZER_STATE[self._optimizer],
+                        replica=replica,
+                    ),
+                )
+                for available, replica in self._tightest(stages[own[0]], rows)
+            )
+            if any(peak is not None and peak > available for available, peak in peaks):
+                found += own
+        return found
 
     def refusal(
         self,

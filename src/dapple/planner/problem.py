@@ -19,7 +19,7 @@ from dapple.planner.symmetry import Symmetry
 from dapple.planner.tables import CostTables
 from dapple.planner.warmup import falling_counts
 from dapple.records import MOST_MICRO_BATCHES, ModelProfile, Plan, StagePlan
-from dapple.schedule import SCHEDULES, warmup_counts
+from dapple.schedule import SCHEDULES, Room, Schedule, warmup_counts
 from dapple.simulator import step_seconds
 
 
@@ -299,6 +299,12 @@ class Problem:
             self._memory.allowed_in_flight(stages, number, micro_batches, micro_batches)
             for number in range(len(stages))
         ]
+
+    def too_full(
+        self, stages: Sequence[StagePlan], micro_batches: int, schedule: Schedule, room: Room
+    ) -> list[int]:
+        """The stages whose devices do not hold what any schedule lets them hold."""
+        return self._memory.too_full(stages, micro_batches, schedule, room)
 
     def plan(self, layout: Layout, stages: tuple[StagePlan, ...], planner: str) -> Plan:
         """The plan of a layout whose stages fit; not yet predicted."""

@@ -1,16 +1,18 @@
 """Plans under schedules that the search itself does not know: zero bubble, virtual stages.
 
-The search finds stages for early backward. These plans, and one stage per device, are put under the
-schedule that is wanted, their layers cut anew for virtual stages, and the simulator says which is
-fastest of those that fit.
+A plan for early backward is put under the schedule that is wanted, its layers cut anew for virtual
+stages, and the simulator says what it takes. `dapple.planner.under` looks for the best of many.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dapple.costs import CostModel, fullest_memory
+import numpy as np
+
+from dapple.costs import CostModel, fullest_memory, split_rows
 from dapple.errors import MemoryPlanError, PlanError
+from dapple.planner.traffic import Floats
 from dapple.records import ModelProfile, Plan, StagePlan
 from dapple.schedule import schedule_for
 from dapple.simulator import predict
@@ -37,10 +39,24 @@ def rescheduled(plan: Plan, profile: ModelProfile, schedule: str, virtual: int =
     stages = plan.stages
     if virtual > 1:
         model = CostModel(profile, plan.cluster, plan.network_model)
-        stages = cut_anew(model, stages, virtual)
+        stages = cut_anew(model, stages, virtual, plan.micro_batch_size)
+    return scheduled(plan, profile, stages, schedule, virtual)
+
+
+def scheduled(
+    plan: Plan,
+    profile: ModelProfile,
+    stages: tuple[StagePlan, ...],
+    schedule: str,
+    virtual: int = 1,
+) -> Plan:
+    """A plan with these stages under a schedule, predicted anew.
+
+    Args, Raises: as `rescheduled`; the stages are final.
+    """
     changes = {"stages": stages, "virtual": virtual, "schedule": schedule, "predicted": None}
     made = Plan.model_validate(plan.model_copy(update=changes).model_dump())
-    if virtual > 1:
+    if virtual > 1 or schedule == "gpipe":
         # K_i follows from the order here; it is in the plan for its readers.
         warmup = [stage.warmup for stage in made.stages]
         order = schedule_for(schedule, made.num_micro_batches, warmup, made.positions)
@@ -58,10 +74,19 @@ def rescheduled(plan: Plan, profile: ModelProfile, schedule: str, virtual: int =
     return made.model_copy(update={"predicted": predicted})
 
 
-def cut_anew(model: CostModel, stages: Sequence[StagePlan], virtual: int) -> tuple[StagePlan, ...]:
+def cut_anew(
+    model: CostModel, stages: Sequence[StagePlan], virtual: int, micro_batch_rows: int
+) -> tuple[StagePlan, ...]:
     """The same devices with v stages each: stage i and i + S share those of stage i.
 
-    The layers are cut so that the slowest stage is fastest, devices and replicas considered.
+    The layers are cut so that the slowest stage is fastest, devices and replicas considered. No
+    stage shares out its optimizer's state: the runtime knows that for one stage per device only.
+
+    Args:
+        model: costs of the layers.
+        stages: one per set of devices.
+        virtual: v.
+        micro_batch_rows: rows of the largest micro-batch, before the replica split.
 
     Raises:
         PlanError: there are fewer layers than stages, or they recompute ranges of layers.
@@ -77,35 +102,41 @@ def cut_anew(model: CostModel, stages: Sequence[StagePlan], virtual: int) -> tup
             "the plan recomputes ranges of layers, which virtual stages would cut apart; recompute "
             "whole stages"
         )
-    forward, backward = model.layer_seconds(1)
-    seconds = [f + b for f, b in zip(forward, backward, strict=True)]
-    rates = [sum(model.speeds[device] for device in stage.devices) for stage in stages]
-    bounds = _bounds(seconds, [rates[n % len(stages)] for n in range(count)])
+    seconds = [_layer_seconds(model, stage, micro_batch_rows) for stage in stages]
+    bounds = _bounds([seconds[n % len(stages)] for n in range(count)])
     return tuple(
-        stages[n % len(stages)].model_copy(update={"start": bounds[n], "stop": bounds[n + 1]})
+        stages[n % len(stages)].model_copy(
+            update={"start": bounds[n], "stop": bounds[n + 1], "shard": "none"}
+        )
         for n in range(count)
     )
 
 
-def _bounds(seconds: Sequence[float], rates: Sequence[float]) -> list[int]:
-    """Cuts of a row of layers, so that the largest of (sum / rate) is smallest."""
-    layers, parts = len(seconds), len(rates)
-    prefix = [0.0]
-    for value in seconds:
-        prefix.append(prefix[-1] + value)
-    infinite = float("inf")
-    best = [0.0] + [infinite] * layers
-    choices: list[list[int]] = []
-    for part, rate in enumerate(rates, start=1):
-        after, choice = [infinite] * (layers + 1), [0] * (layers + 1)
-        for stop in range(part, layers - (parts - part) + 1):
-            for start in range(part - 1, stop):
-                worst = max(best[start], (prefix[stop] - prefix[start]) / rate)
-                if worst < after[stop]:
-                    after[stop], choice[stop] = worst, start
-        choices.append(choice)
-        best = after
+def _layer_seconds(model: CostModel, stage: StagePlan, micro_batch_rows: int) -> Floats:
+    """Forward and backward seconds of every layer on a stage's devices, on the slowest replica."""
+    rows = split_rows(micro_batch_rows, stage.replicas, stage.rows)
+    shares = {(n, model.speeds[device]) for n, device in zip(rows, stage.devices, strict=True)}
+    both = [np.sum(model.layer_seconds(n), axis=0) / speed for n, speed in shares]
+    slowest: Floats = np.max(both, axis=0)
+    return slowest
+
+
+def _bounds(seconds: Sequence[Floats]) -> list[int]:
+    """Cuts of a row of layers into one part for each of the lists, so that the slowest is fastest.
+
+    Args:
+        seconds: per part, what each of the layers would take there.
+    """
+    layers = len(seconds[0])
+    best = np.where(np.arange(layers + 1) == 0, 0.0, np.inf)
+    choices = []
+    for part in seconds:
+        prefix = np.concatenate([[0.0], np.cumsum(part)])
+        worst = np.maximum(best[:, None], prefix[None, :] - prefix[:, None])
+        worst[np.tril_indices(layers + 1)] = np.inf  # at least one layer
+        choices.append(worst.argmin(axis=0))
+        best = worst.min(axis=0)
     bounds = [layers]
     for choice in reversed(choices):
-        bounds.append(choice[bounds[-1]])
+        bounds.append(int(choice[bounds[-1]]))
     return bounds[::-1]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from dapple.cluster import Cluster
-from dapple.errors import InputError, MemoryPlanError, PlanError
+from dapple.errors import InputError, MemoryPlanError
 from dapple.planner.baselines import BASELINES, FIXED_SCHEDULES, candidates
 from dapple.planner.certificate import lower_bound
 from dapple.planner.contest import Candidate, Contest, better
@@ -17,11 +17,16 @@ from dapple.planner.notes import expected, notes_on, nothing_fits
 from dapple.planner.paper import FORMULAS
 from dapple.planner.problem import Problem
 from dapple.planner.refusal import Refusal
-from dapple.planner.reschedule import RESCHEDULED, rescheduled
+from dapple.planner.reschedule import rescheduled, scheduled
+from dapple.planner.under import best_under, straight_contests
 from dapple.records import ModelProfile, Plan
 from dapple.schedule import SCHEDULES, is_file
 from dapple.simulator import predict
 
+ANY = "any"
+"""Instead of a schedule: whichever is best."""
+_EVERY = (("early-backward", 1), ("gpipe", 1), ("zero-bubble", 1))
+"""Schedules of one stage per device."""
 PLANNERS = ("dapple", *BASELINES)
 """Names for `make_plan(planner=...)`."""
 
@@ -82,15 +87,17 @@ def make_plan(
         micro_batch_size: rows of a micro-batch before the replica split; None: chosen.
         planner: "dapple" searches; the other `PLANNERS` are there to compare with.
         optimizer: "adamw", "sgd", ...; its state counts against the memory.
-        schedule: one of `dapple.schedule.SCHEDULES`; plans for "interleaved" and "zero-bubble" are
-            found under early backward and ranked under their own schedule, as are those for the
-            schedule of a CSV file, which must have the rows and micro-batches of one of them.
+        schedule: one of `dapple.schedule.SCHEDULES`, or "any": the best of them all. Plans for
+            "interleaved", "zero-bubble" and "any" are found under early backward, put under their
+            own schedule, and improved there, as are those for the schedule of a CSV file, which
+            must have the rows and micro-batches of one of them.
         network_model: "shared" or "paper"; None: the cluster's.
         warmup: policy "A" or "B", or "tuned": the smallest K_i with the best step; None: best.
         recompute: stages may run their forwards again where memory is short.
         shard: replicas may share out their optimizer's state, where memory is short or the update
             shorter for it.
-        virtual: stages per device, for "interleaved" (None: 2) and "gpipe" (None: 1).
+        virtual: stages per device, for "interleaved" (None: 2; of "any" likewise) and "gpipe"
+            (None: 1).
 
     Returns:
         A plan with its prediction. Ties go to fewer stages; the same input gives the same plan.
@@ -141,53 +148,44 @@ def search(
     options = options or SearchOptions()
     if planner not in PLANNERS:
         raise InputError(f'planner "{planner}" is unknown; known: {", ".join(PLANNERS)}')
-    if schedule not in SCHEDULES and not is_file(schedule):
+    if schedule not in (*SCHEDULES, ANY) and not is_file(schedule):
         raise InputError(
-            f'schedule "{schedule}" is unknown; known: {", ".join(SCHEDULES)}, or a .csv file'
+            f'schedule "{schedule}" is unknown; known: {", ".join(SCHEDULES)}, {ANY}, or a .csv file'
         )
     if virtual is None:
-        virtual = 2 if schedule == "interleaved" else 1
+        virtual = 2 if schedule in ("interleaved", ANY) else 1
     if virtual < 1:
         raise InputError(f"{virtual} stages per device are impossible; use at least 1")
-    if schedule in RESCHEDULED or virtual > 1 or is_file(schedule):
-        found = _base_plans(
-            profile,
-            cluster,
-            global_batch_size,
-            planner,
-            options,
-            micro_batch_size=micro_batch_size,
-            optimizer=optimizer,
-            network_model=network_model,
-            warmup=warmup,
-            recompute=recompute,
-            shard=shard,
-        )
-        return _best_under(found, profile, schedule, virtual)
+    plain = schedule in SCHEDULES[:2] and virtual == 1
     problem = Problem(
         profile,
         cluster,
         global_batch_size,
         micro_batch_size=micro_batch_size,
         optimizer=optimizer,
-        schedule=FIXED_SCHEDULES.get(planner, schedule),
+        schedule=FIXED_SCHEDULES.get(planner, schedule if plain else SCHEDULES[0]),
         network_model=network_model,
         warmup=warmup,
         recompute=recompute,
         shard=shard,
     )
-    run = Contest(problem)
+    runs = [Contest(problem)]
     if planner != "dapple":
-        run.try_baselines([planner])
+        runs[0].try_baselines([planner])
     else:
-        _search(run, options)
-    run.tune()
-    best = run.best
+        _search(runs[0], options)
+    runs[0].tune()
     if planner == "dapple" and options.proportional and problem.speeds_differ:
-        best = better(best, _proportional(problem, run, options))
+        runs.append(_proportional(problem, runs[0], options))
+    best = functools.reduce(better, (run.best for run in runs))
     if best is None:
-        raise MemoryPlanError(nothing_fits(run.refusals.values()))
+        raise MemoryPlanError(nothing_fits(runs[0].refusals.values()))
     plan = problem.plan(best.layout, best.stages, planner)
+    refusals = tuple(r for name, r in runs[0].refusals.items() if name not in runs[0].candidates)
+    if not plain:
+        wanted = [(schedule, virtual)] if schedule != ANY else [*_EVERY, ("interleaved", virtual)]
+        made = _under(plan, profile, runs, wanted)
+        return SearchResult(made, runs[0].candidates, refusals)
     predicted = predict(plan, profile)
     notes = notes_on(problem)
     if planner in FORMULAS:
@@ -196,8 +194,7 @@ def search(
         bound = lower_bound(problem, predicted.step_seconds, plan.num_micro_batches)
         predicted = predicted.model_copy(update={"lower_bound_seconds": bound})
     plan = plan.model_copy(update={"predicted": predicted, "notes": notes})
-    refusals = tuple(run.refusals[n] for n in run.refusals if n not in run.candidates)
-    return SearchResult(plan, run.candidates, refusals)
+    return SearchResult(plan, runs[0].candidates, refusals)
 
 
 def _search(run: Contest, options: SearchOptions) -> None:
@@ -209,8 +206,8 @@ def _search(run: Contest, options: SearchOptions) -> None:
     run.try_postponed()
 
 
-def _proportional(problem: Problem, even: Contest, options: SearchOptions) -> Candidate | None:
-    """The best candidate whose replicas of different speed have rows in proportion to it."""
+def _proportional(problem: Problem, even: Contest, options: SearchOptions) -> Contest:
+    """The same with replicas of different speed that have rows in proportion to it."""
     limit = even.best.step_seconds if even.best else math.inf
     run = Contest(problem.with_proportional_rows(), limit=limit)
     if options.baselines:
@@ -221,55 +218,45 @@ def _proportional(problem: Problem, even: Contest, options: SearchOptions) -> Ca
     if not (options.exact and run.try_all()):
         GeneralSearch(run.problem, run).run(starts)
     run.tune()
-    return run.best
+    return run
 
 
-def _base_plans(
-    profile: ModelProfile,
-    cluster: Cluster,
-    global_batch_size: int,
-    planner: str,
-    options: SearchOptions,
-    **arguments: Any,
-) -> list[SearchResult]:
-    """Plans for early backward to put under another schedule: the planner's, and straight ones."""
-    found = []
-    for name in dict.fromkeys([planner, *(("straight", "even") if planner == "dapple" else ())]):
-        try:
-            result = search(
-                profile, cluster, global_batch_size, planner=name, options=options, **arguments
-            )
-        except MemoryPlanError:
-            if name == planner:
-                raise
-            continue
-        found.append(result)
-    return found
+def _under(
+    plan: Plan, profile: ModelProfile, runs: list[Contest], wanted: Sequence[tuple[str, int]]
+) -> Plan:
+    """The fastest plan under one of some schedules, which are not searched for themselves.
 
-
-def _best_under(
-    found: Sequence[SearchResult], profile: ModelProfile, schedule: str, virtual: int
-) -> SearchResult:
-    """The base plan that is fastest under a schedule.
+    Args:
+        plan: the fastest under early backward.
+        profile: the model's costs.
+        runs: the searches that it is from, and that others are taken from.
+        wanted: schedules, and stages per device under each; of equally fast plans the first wins.
 
     Raises:
-        PlanError: none can be put under it; says why the first one can not.
+        PlanError: the plan can not be put under the schedule, nor can any other: says why.
     """
+    problem = runs[0].problem
+    if plan.planner == "dapple":
+        runs = [*runs, *straight_contests(problem)]
     made: list[Plan] = []
-    errors: list[PlanError] = []
-    for result in found:
-        try:
-            made.append(rescheduled(result.plan, profile, schedule, virtual))
-        except PlanError as error:
-            errors.append(error)
+    for schedule, virtual in wanted:
+        around = plan.planner == "dapple" and (schedule, virtual) != _EVERY[0]
+        # One set of devices has nothing to interleave with; asked for by name it is made all the same.
+        least = 2 if virtual > 1 and len(wanted) > 1 else 1
+        trial = best_under(runs, schedule, virtual, around=around, least_positions=least)
+        if trial is not None:
+            start = trial.start
+            found = start.problem.plan(start.layout, start.stages, plan.planner)
+            made.append(scheduled(found, profile, trial.stages, schedule, virtual))
     if not made:
-        raise errors[0]
+        (schedule, virtual), *_ = wanted
+        made.append(rescheduled(plan, profile, schedule, virtual))
 
-    def rank(plan: Plan) -> tuple[float, int]:
-        assert plan.predicted is not None
-        return plan.predicted.step_seconds, plan.num_stages
+    def rank(found: Plan) -> tuple[float, int]:
+        assert found.predicted is not None, "a plan put under a schedule is predicted"
+        return found.predicted.step_seconds, found.num_stages
 
     best = min(made, key=rank)
-    note = f"searched under early-backward; the fastest of {len(made)} under {schedule}"
-    plan = best.model_copy(update={"planner": found[0].plan.planner, "notes": (*best.notes, note)})
-    return SearchResult(plan, found[0].candidates, found[0].refusals)
+    names = ", ".join(schedule for schedule, _ in wanted)
+    note = f"searched under early-backward; put under {names}, the best of these plans and of others near"
+    return best.model_copy(update={"notes": (*notes_on(problem), note)})

@@ -53,7 +53,7 @@ def raise_warmup(
     given = [stage.warmup for stage in stages]
     falling = falling_counts(most[0], len(most))
     for counts in ([2 * k for k in given], most, falling, steep_counts(most)):
-        raised = _with_counts(stages, _never_increasing(counts, most))
+        raised = with_counts(stages, _never_increasing(counts, most))
         found = step_seconds(raised)
         if found < seconds * (1 - _SAME):
             best, seconds = raised, found
@@ -68,7 +68,7 @@ def _lowered(
     counts = [stage.warmup for stage in stages]
 
     def tried(count: int) -> tuple[StagePlan, ...]:
-        return _with_counts(stages, [*counts[:number], count, *counts[number + 1 :]])
+        return with_counts(stages, [*counts[:number], count, *counts[number + 1 :]])
 
     high = counts[number]
     if low < high and step_seconds(tried(high - 1)) > seconds * (1 + _SAME):
@@ -112,7 +112,8 @@ def _never_increasing(counts: Sequence[int], most: Sequence[int]) -> list[int]:
     return result
 
 
-def _with_counts(stages: tuple[StagePlan, ...], counts: Sequence[int]) -> tuple[StagePlan, ...]:
+def with_counts(stages: tuple[StagePlan, ...], counts: Sequence[int]) -> tuple[StagePlan, ...]:
+    """The stages with these warm-up counts."""
     return tuple(
         stage.model_copy(update={"warmup": count})
         for stage, count in zip(stages, counts, strict=True)
