@@ -68,7 +68,8 @@ class Predicted(Record):
         step_seconds: from the first forward to the last optimizer update, s.
         samples_per_second: global batch size over step_seconds.
         bubble_fraction: share of all devices' time without compute between step start and end.
-        lower_bound_seconds: no plan for this profile and cluster can be faster; None: not computed.
+        lower_bound_seconds: no plan for this profile and cluster that the planner's options allow
+            can be faster; None: not computed.
     """
 
     step_seconds: float
