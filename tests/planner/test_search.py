@@ -129,6 +129,26 @@ def test_activations_ask_for_a_smaller_micro_batch() -> None:
     assert make_plan(profile, preset("config-a:1x1").with_memory("100 MiB"), 8).num_devices == 1
 
 
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [
+        (2, "GPipe keeps all 4 micro-batches; take early-backward, recompute stages, cut its"),
+        (8, "GPipe keeps the whole batch, however it is cut; take early-backward and smaller ones"),
+    ],
+)
+def test_gpipe_is_told_what_helps_it(size: int, words: str) -> None:
+    """All activations stay until the last forward, so smaller micro-batches would not fit either."""
+    profile = _profile(layers=4, saved=20 * MIB)
+    small = preset("config-a:1x1").with_memory("320 MiB")
+    with pytest.raises(MemoryPlanError) as caught:
+        make_plan(profile, small, 8, micro_batch_size=size, schedule="gpipe")
+    assert words in str(caught.value)
+    assert make_plan(profile, small, 8, micro_batch_size=2).num_devices == 1
+    again = {"micro_batch_size": size, "recompute": True} if size == 2 else {"micro_batch_size": 1}
+    schedule = "gpipe" if size == 2 else "early-backward"
+    assert make_plan(profile, small, 8, schedule=schedule, **again).num_devices == 1
+
+
 def test_a_layer_larger_than_every_device() -> None:
     """Nothing helps a single layer that is larger than a device, and the error says it."""
     with pytest.raises(MemoryPlanError, match="this one layer needs devices with"):

@@ -150,8 +150,15 @@ class Memory:
         stages: Sequence[StagePlan],
         number: int,
         least: int,
+        holds_all: bool = False,
     ) -> Refusal:
-        """Why a stage is refused that cannot hold the least number of micro-batches in flight."""
+        """Why a stage is refused that cannot hold the least number of micro-batches in flight.
+
+        Args:
+            layout, name, stages, number: what is refused, and which of its stages.
+            least: that number.
+            holds_all: it is all of them, by the schedule.
+        """
         rows = math.ceil(self._batch / layout.micro_batches)
         worst: tuple[int, StageMemory, int] | None = None
         for available, replica in self._tightest(stages[number], rows):
@@ -172,4 +179,6 @@ class Memory:
             needed=worst[1],
             available=worst[2],
             optimizer=self._optimizer,
+            holds_all=holds_all,
+            recomputed=bool(stages[number].recompute),
         )

@@ -231,7 +231,7 @@ class Problem:
             stages[number] = best
             if allowed < (want if whole else 1):
                 least = want if whole else 1
-                return self._memory.refusal(layout, name, stages, number, least)
+                return self._memory.refusal(layout, name, stages, number, least, whole)
             counts.append(min(want, allowed))
             wanted = self._spread(layout, wanted, counts)
         return tuple(

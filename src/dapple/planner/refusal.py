@@ -35,6 +35,8 @@ class Refusal:
         needed: bytes by what they are for, on the replica with most rows.
         available: bytes of the device.
         optimizer: the optimizer whose state is counted.
+        holds_all: the schedule keeps all micro-batches in flight, as GPipe does.
+        recomputed: the stage runs its forward again already.
     """
 
     name: str
@@ -48,6 +50,8 @@ class Refusal:
     needed: StageMemory
     available: int
     optimizer: str
+    holds_all: bool = False
+    recomputed: bool = False
 
     @property
     def excess(self) -> int:
@@ -63,11 +67,25 @@ class Refusal:
             if self.layers[1] - self.layers[0] > 1:
                 return f"cut its layers into more stages, or take {more}"
             return f"this one layer needs {more}, or a leaner optimizer than {self.optimizer}"
+        if self.holds_all:
+            return self._fewer_in_flight(more)
         if self.micro_batch_rows > 1:
             return f"use a smaller micro-batch, or take {more}"
         if self.layers[1] - self.layers[0] > 1:
             return f"cut its layers into more stages, or take {more}"
         return f"this one layer needs {more}"
+
+    def _fewer_in_flight(self, more: str) -> str:
+        """Smaller micro-batches are no help where all of them are kept."""
+        what = f"GPipe keeps all {self.in_flight} micro-batches"
+        if self.in_flight == 1:
+            what = "GPipe keeps the whole batch, however it is cut"
+        ways = ["take early-backward" + (" and smaller ones" if self.in_flight == 1 else "")]
+        if not self.recomputed:
+            ways.append("recompute stages")
+        if self.layers[1] - self.layers[0] > 1:
+            ways.append("cut its layers into more stages")
+        return f"{what}; {', '.join(ways)}, or take {more}"
 
     def parts(self) -> str:
         """The bytes by what they are for, in words; parts without bytes are left out."""
