@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dapple.cluster import Cluster, preset
 from dapple.planner.climb import climb
-from dapple.planner.cuts import better_cuts, estimate_cuts
+from dapple.planner.cuts import better_cuts, estimate_all
 from dapple.planner.estimate import estimate_seconds, spans, waiting_chain
 from dapple.planner.exact import all_bounds
 from dapple.planner.layout import WIDE, Layout
@@ -60,7 +60,7 @@ def test_many_cuts_at_once(
     layout = _layouts(problem, data)
     bounds = all_bounds(problem.num_layers, layout.num_stages)
     policies = ("A", "B", WIDE)
-    guesses = estimate_cuts(problem, layout, bounds, policies)
+    guesses = estimate_all(problem, [layout], np.zeros(len(bounds), int), bounds, policies)
     for row, (number, policy) in itertools.product(range(len(bounds)), enumerate(policies)):
         other = replace(layout, bounds=tuple(map(int, bounds[row])), policy=policy)
         alone = _guess(problem, other)
@@ -136,7 +136,8 @@ def test_better_cuts_of_two_and_three_stages(seed: int) -> None:
         8,
     )
     seconds, found = better_cuts(problem, layout, "AB")
-    every = estimate_cuts(problem, layout, all_bounds(12, stages), "AB")
+    bounds = all_bounds(12, stages)
+    every = estimate_all(problem, [layout], np.zeros(len(bounds), int), bounds, "AB")
     assert seconds <= _guess(problem, found) * (1 + 1e-12)
     assert seconds <= every.min() * (1 + 1e-9)
 

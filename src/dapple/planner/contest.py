@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from dapple.planner.alternatives import one_stage_fewer, one_stage_more
 from dapple.planner.baselines import BASELINES
 from dapple.planner.bounds import layout_bounds
 from dapple.planner.estimate import estimate_seconds
@@ -99,10 +100,14 @@ class Contest:
     def try_postponed(self) -> None:
         """The baselines that are left, unless their lower bound is above the best step."""
         for layout, name in self._postponed:
-            tables, bounds = self.problem.tables(layout.micro_batches), np.array([layout.bounds])
-            (least,) = layout_bounds(tables, bounds, layout.devices, layout.shard)
-            if self.best is None or least <= self.best.step_seconds * (1 + _SAME):
+            if self.best is None or self._least(layout) <= self.best.step_seconds * (1 + _SAME):
                 self.judge(layout, name)
+
+    def _least(self, layout: Layout) -> float:
+        """Seconds below which no step of a layout can be."""
+        tables, bounds = self.problem.tables(layout.micro_batches), np.array([layout.bounds])
+        (least,) = layout_bounds(tables, bounds, layout.devices, layout.shard)
+        return float(least)
 
     def try_all(self) -> bool:
         """Every layout whose bound allows it to win; False: there are too many."""
@@ -119,6 +124,31 @@ class Contest:
             for variant in self.problem.variants(layout):
                 left -= isinstance(self.judge(variant, "dapple"), Candidate)
         return True
+
+    def settle(self) -> None:
+        """While one stage more or fewer is faster than the best candidate, take that and tune it.
+
+        So no plan that `explain` tells beside the chosen one is faster.
+        """
+        while self._step_aside():
+            self.tune()
+
+    def _step_aside(self) -> bool:
+        """Whether a plan with one stage more or fewer is faster than the best, and now the best."""
+        best = self.best
+        if best is None:
+            return False
+        place = self.problem, best.stages, best.layout.micro_batches
+        found = [
+            self.judge(layout, "dapple")
+            for layout in (*one_stage_fewer(*place), *one_stage_more(*place))
+            if self._least(layout) < best.step_seconds
+        ]
+        faster = [one for one in found if isinstance(one, Candidate)]
+        next_best = min(faster, key=lambda one: one.step_seconds, default=best)
+        # Only what is strictly faster, so that this ends.
+        self.best = next_best if next_best.step_seconds < best.step_seconds * (1 - _SAME) else best
+        return self.best is not best
 
     def tune(self) -> None:
         """Give the best candidate the warm-up counts that suit it best."""

@@ -24,35 +24,22 @@ _ROUNDS, _LONG_ROUNDS = 10, 3
 """How many moves in a row, and in longer pipelines."""
 
 
-def estimate_cuts(
-    problem: Problem, layout: Layout, bounds: Ints, policies: Sequence[str]
+def estimate_all(
+    problem: Problem, layouts: Sequence[Layout], which: Ints, bounds: Ints, policies: Sequence[str]
 ) -> Floats:
-    """`estimate_seconds` for other cuts and policies of a layout, without recomputation.
+    """`estimate_seconds` for cuts of some layouts of the same length and M, without recomputation.
 
     AllReduces are not cut into buckets here, so that a stage's can end a little too soon.
 
     Args:
         problem: what is planned.
-        layout: devices and M.
+        layouts: device sets and M.
+        which: shape (P,), indices into `layouts`.
         bounds: shape (P, S + 1), cuts from 0 to N, ascending.
         policies: W warm-up policies.
 
     Returns:
         Shape (W, P), seconds; infinite where the layout does not fit.
-    """
-    return _estimate(problem, [layout], np.zeros(len(bounds), dtype=np.int64), bounds, policies)
-
-
-def _estimate(
-    problem: Problem, layouts: Sequence[Layout], which: Ints, bounds: Ints, policies: Sequence[str]
-) -> Floats:
-    """The same for cuts of some layouts of the same length, M, and warm-up.
-
-    Args:
-        problem, policies: as above.
-        layouts: device sets.
-        which: shape (P,), indices into `layouts`.
-        bounds: shape (P, S + 1).
     """
     one = layouts[0]
     bank, count, cuts = problem.bank(one.micro_batches), one.micro_batches, bounds.T
@@ -155,7 +142,7 @@ def _climb_cuts(
         nearby = here[moving, None] + moves
         row, move = np.nonzero((np.diff(nearby) > 0).all(axis=2))
         bounds, which = nearby[row, move], moving[row]
-        guesses = _estimate(problem, layouts, which, bounds, policies)
+        guesses = estimate_all(problem, layouts, which, bounds, policies)
         policy, least = guesses.argmin(axis=0), guesses.min(axis=0)
         begins = [*np.searchsorted(row, np.arange(len(moving))).tolist(), len(row)]
         best = np.array([a + least[a:b].argmin() for a, b in itertools.pairwise(begins)])

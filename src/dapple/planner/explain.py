@@ -4,16 +4,16 @@ What binds is found by asking the simulator again: with each stage's layers a te
 transfers for free, with AllReduces for free. Alternatives are data parallelism, a straight pipeline,
 and the best plans with one stage fewer (two neighbours joined) and one more (a stage split), each
 under the same memory and the same number of micro-batches; the last two only for plans under the
-schedules that the search itself knows.
+schedules that the search itself knows, where the search has judged them all.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
 
 from dapple.costs import CostModel
+from dapple.planner.alternatives import one_stage_fewer, one_stage_more
 from dapple.planner.layout import Layout
 from dapple.planner.problem import Problem
 from dapple.planner.refusal import Refusal
@@ -24,7 +24,6 @@ from dapple.simulator import step_seconds
 from dapple.units import format_bytes
 
 FASTER = 0.9
-_MOST_NEIGHBOURS = 400
 _NOTICEABLE = 0.005
 
 
@@ -43,13 +42,15 @@ def explain(result: SearchResult, profile: ModelProfile, problem: Problem) -> Ex
     if any(stage.rows for stage in plan.stages):
         problem = problem.with_proportional_rows()
     here = _seconds(plan, profile)
+    fewer = one_stage_fewer(problem, plan.stages, plan.num_micro_batches)
+    more = one_stage_more(problem, plan.stages, plan.num_micro_batches)
     return Explanation(
         step_seconds=here,
         binding=(*_binding(plan, profile, here), *_memory(plan, problem)),
         alternatives=(
             *_named(result, ("dp", "straight")),
-            _best(problem, "one stage fewer", _joined(plan), plan),
-            _best(problem, "one stage more", _split(plan), plan),
+            _best(problem, "one stage fewer", fewer, plan),
+            _best(problem, "one stage more", more, plan),
         ),
     )
 
@@ -120,9 +121,7 @@ def _named(result: SearchResult, names: Iterable[str]) -> Iterator[Alternative]:
 def _best(problem: Problem, name: str, layouts: Iterable[Layout], plan: Plan) -> Alternative:
     best: tuple[float, Layout] | None = None
     refused: Refusal | None = None
-    for plain in itertools.islice(layouts, _MOST_NEIGHBOURS):
-        (policy, *_), spare = problem.policies(plain), problem.recompute
-        layout = replace(plain, policy=policy, recompute=spare, shard=problem.shard)
+    for layout in layouts:
         stages = problem.fit(layout, name)
         if isinstance(stages, Refusal):
             refused = refused or stages
@@ -136,34 +135,6 @@ def _best(problem: Problem, name: str, layouts: Iterable[Layout], plan: Plan) ->
         return Alternative(name=name, reason=str(refused))
     one = "it has one stage" if plan.num_stages == 1 else "every stage is one layer or one device"
     return Alternative(name=name, reason=f"there is none: {one}")
-
-
-def _joined(plan: Plan) -> Iterator[Layout]:
-    stages = plan.stages
-    for s in range(len(stages) - 1):
-        devices = [stage.devices for stage in stages]
-        devices[s : s + 2] = [stages[s].devices + stages[s + 1].devices]
-        bounds = [0, *(stage.stop for stage in stages)]
-        del bounds[s + 1]
-        yield Layout(tuple(bounds), tuple(devices), plan.num_micro_batches)
-
-
-def _split(plan: Plan) -> Iterator[Layout]:
-    stages = plan.stages
-    bounds = [0, *(stage.stop for stage in stages)]
-    used = {device for stage in stages for device in stage.devices}
-    idle = [d for d in range(plan.cluster.num_devices) if d not in used][:1]
-    for s, stage in enumerate(stages):
-        members = stage.devices if stage.replicas > 1 else (*stage.devices, *idle)
-        for cut in _evenly(range(stage.start + 1, stage.stop), 24):
-            for first in _evenly(range(1, len(members)), 8):
-                devices = [other.devices for other in stages]
-                devices[s : s + 1] = [members[:first], members[first:]]
-                yield Layout(tuple(sorted((*bounds, cut))), tuple(devices), plan.num_micro_batches)
-
-
-def _evenly(values: Sequence[int], count: int) -> Sequence[int]:
-    return values if len(values) <= count else values[:: -(-len(values) // count)]
 
 
 def _words(layout: Layout) -> str:

@@ -18,6 +18,8 @@ _STEPS = (1, 2, 4, 8)
 """How far, in layers, a cut is moved."""
 _UNROLLED = 16
 """Most single devices that a stage is taken apart into."""
+_IDLE = 3
+"""Most idle devices to choose from."""
 _GIVERS = 4
 """Most stages that may give a device to a new one."""
 
@@ -184,6 +186,24 @@ def _order_of(problem: Problem, layout: Layout) -> Devices:
     counts = [len(devices) for devices in layout.devices]
     orders = device_orders(problem.cluster)
     return next((order for order in orders if pack(order, counts) == layout.devices), orders[0])
+
+
+def idle_choices(problem: Problem, devices: Sequence[Devices], stage: int) -> list[int]:
+    """Idle devices that a stage may take: the first of each machine, those of its machines first.
+
+    Args:
+        problem: what is planned.
+        devices: of all stages.
+        stage: the one that looks for a device.
+    """
+    machine = problem.machine_of_device
+    used = {device for members in devices for device in members}
+    firsts: dict[int, int] = {}
+    for device in range(problem.num_devices):
+        if device not in used:
+            firsts.setdefault(machine[device], device)
+    own = {machine[device] for device in devices[stage]}
+    return sorted(firsts.values(), key=lambda d: (machine[d] not in own, d))[:_IDLE]
 
 
 def _with_bounds(layout: Layout, bounds: tuple[int, ...]) -> Layout:

@@ -75,6 +75,7 @@ class Problem:
         self.proportional = proportional
         self.model = CostModel(profile, cluster, network_model)
         self.machine_sizes = cluster.machine_sizes()
+        self.machine_of_device = cluster.machine_of_device()
         self._kinds = cluster.kind_of_device()
         self.symmetry = Symmetry(cluster, self.model.network)
         self._memory = Memory(self.model, self.symmetry, global_batch_size, optimizer)

@@ -176,8 +176,10 @@ def search(
         _search(runs[0], options)
     runs[0].tune()
     if planner == "dapple" and options.proportional and problem.speeds_differ:
-        runs.append(_proportional(problem, runs[0], options))
+        runs.append(_proportional(runs[0], options))
     best = functools.reduce(better, (run.best for run in runs))
+    if planner == "dapple":
+        best = _settled(runs, best)
     if best is None:
         raise MemoryPlanError(nothing_fits(runs[0].refusals.values()))
     plan = problem.plan(best.layout, best.stages, planner)
@@ -206,10 +208,19 @@ def _search(run: Contest, options: SearchOptions) -> None:
     run.try_postponed()
 
 
-def _proportional(problem: Problem, even: Contest, options: SearchOptions) -> Contest:
+def _settled(runs: Sequence[Contest], best: Candidate | None) -> Candidate | None:
+    """The best candidate of all runs, or what is faster around it by the rules of its own run."""
+    in_proportion = best is not None and any(stage.rows for stage in best.stages)
+    run = next(run for run in runs if run.problem.proportional == in_proportion)
+    run.best = best
+    run.settle()
+    return run.best
+
+
+def _proportional(even: Contest, options: SearchOptions) -> Contest:
     """The same with replicas of different speed that have rows in proportion to it."""
     limit = even.best.step_seconds if even.best else math.inf
-    run = Contest(problem.with_proportional_rows(), limit=limit)
+    run = Contest(even.problem.with_proportional_rows(), limit=limit)
     if options.baselines:
         run.try_baselines(["dp"])
     starts = [candidate.layout for candidate in even.candidates.values()]
