@@ -42,9 +42,12 @@ def certain_gradients(
         return frozenset()  # what runs inside need not be able to do without values
     runner = _Edges(program.module, tensors)
     with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()), torch.enable_grad():
+        # On the devices of the capture, which the program's own constants may name.
         arguments = [
-            torch.empty(value[0], dtype=value[1]) if isinstance(value, tuple) else value
-            for value in inputs
+            torch.empty(value[0], dtype=value[1], device=node.meta["val"].device)
+            if isinstance(value, tuple)
+            else value
+            for value, node in zip(inputs, program.placeholders, strict=True)
         ]
         try:
             outputs = runner.run(*arguments, enable_io_processing=False)
