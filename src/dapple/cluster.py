@@ -18,12 +18,20 @@ import re
 import tomllib
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from dapple.errors import DappleError, FileError, InputError
 from dapple.files import describe_validation, read_text
 from dapple.presets import CLUSTERS, DEVICES, ClusterFigures
-from dapple.units import parse_bandwidth, parse_bytes, parse_flops, parse_seconds
+from dapple.units import check_not_tiny, parse_bandwidth, parse_bytes, parse_flops, parse_seconds
 
 NETWORK_MODELS = ("shared", "paper")
 
@@ -40,12 +48,14 @@ def _quantity(parse: Any) -> BeforeValidator:
     return BeforeValidator(read)
 
 
-# Beyond these limits (1 EiB, 30 years, a byte in a quarter of an hour) a number is a slip, and sums
-# would overflow.
+# Beyond these limits (1 EiB, 30 years, a byte in a quarter of an hour, 10^30 in a second) a number is a
+# slip, and sums would overflow.
 ByteCount = Annotated[int, _quantity(parse_bytes), Field(gt=0, le=2**60)]
-BytesPerSecond = Annotated[float, _quantity(parse_bandwidth), Field(ge=1e-3)]
-FlopsPerSecond = Annotated[float, _quantity(parse_flops), Field(gt=0)]
-SecondsValue = Annotated[float, _quantity(parse_seconds), Field(ge=0, le=1e9)]
+BytesPerSecond = Annotated[float, _quantity(parse_bandwidth), Field(ge=1e-3, le=1e30)]
+FlopsPerSecond = Annotated[float, _quantity(parse_flops), Field(ge=1e-3, le=1e30)]
+SecondsValue = Annotated[
+    float, _quantity(parse_seconds), Field(ge=0, le=1e9), AfterValidator(check_not_tiny)
+]
 
 
 class _Frozen(BaseModel):

@@ -16,6 +16,7 @@ _PREFIXES |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _PER_SECOND = {"": 1.0, "s": 1.0, "ms": 1e3, "us": 1e6, "µs": 1e6, "ns": 1e9}
 _NUMBER = re.compile(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*(\S*)\s*")
 _MOST_BYTES = 2.0**60
+_LEAST = 1e-30
 
 
 def parse_bytes(value: str | float, what: str = "size") -> int:
@@ -117,3 +118,14 @@ def _scale(
         if unit.endswith(base) and unit[: len(unit) - len(base)] in _PREFIXES:
             return _PREFIXES[unit[: len(unit) - len(base)]] * scale
     raise UnitError(f'{what} "{value}" has no known unit; write it like "{example}"')
+
+
+def check_not_tiny(value: float) -> float:
+    """A number that can be divided by: nothing in a profile or cluster is near the smallest floats.
+
+    Raises:
+        ValueError: it is above 0 and below 1e-30.
+    """
+    if 0 < value < _LEAST:
+        raise ValueError(f"{value} is less than anything real; write 0, or at least {_LEAST}")
+    return value

@@ -109,6 +109,7 @@ def test_residual_addition_is_priced(tmp_path: Path) -> None:
         (CHAIN.replace("2.0,", "-2.0,"), "line 2: forward_compute_time -2.0 must be finite"),
         (CHAIN.replace("2.0,", "2,5,"), 'line 2: "5" belongs to no field'),
         (CHAIN.replace("2.0,", "1e300,"), "line 2: forward_compute_time 1e300 is too large"),
+        (CHAIN.replace("2.0,", "1e-320,"), "line 2: forward_compute_time 1e-320 is too small"),
         (CHAIN.replace("2.0,", "nan,"), "line 2: forward_compute_time nan must be finite"),
         (CHAIN.replace(", parameter_size=40.0", ""), "line 2: node2 has no parameter_size"),
         (CHAIN + "node3 -- node1\n", "lies on or behind a cycle"),

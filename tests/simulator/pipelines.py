@@ -164,7 +164,7 @@ def random_profiles(draw: st.DrawFn, num_layers: int) -> ModelProfile:
                 name=f"t{producer}",
                 producer=producer,
                 consumers=tuple(sorted(skips | {producer + 1})),
-                bytes_per_sample=draw(st.floats(0.0, 4.0)),
+                bytes_per_sample=draw(st.just(0.0) | st.floats(1e-3, 4.0)),
                 fixed_bytes=draw(st.sampled_from([0.0, 0.5])),
                 needs_grad=draw(st.sampled_from([True, True, False])),
             )

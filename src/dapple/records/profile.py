@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from dapple.records.base import Record
+from dapple.units import check_not_tiny
 
 # Beyond these limits (30 years, 1 EiB) a number is a slip, and sums would overflow.
-Seconds = Annotated[float, Field(ge=0, le=1e9)]
+Seconds = Annotated[float, Field(ge=0, le=1e9), AfterValidator(check_not_tiny)]
 Bytes = Annotated[int, Field(ge=0, le=2**60)]
+MeanBytes = Annotated[float, Field(ge=0, le=2**60), AfterValidator(check_not_tiny)]
 
 
 _PER_BATCH_SIZE = (
@@ -71,8 +73,8 @@ class TensorProfile(Record):
     name: str
     producer: Annotated[int, Field(ge=-1)]
     consumers: tuple[Annotated[int, Field(ge=0)], ...]
-    bytes_per_sample: Annotated[float, Field(ge=0, le=2**60)] = 0.0
-    fixed_bytes: Annotated[float, Field(ge=0, le=2**60)] = 0.0
+    bytes_per_sample: MeanBytes = 0.0
+    fixed_bytes: MeanBytes = 0.0
     needs_grad: bool = True
 
 

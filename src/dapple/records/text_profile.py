@@ -28,6 +28,7 @@ from dapple.records.profile import LayerProfile, ModelProfile, TensorProfile
 _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 # Milliseconds and bytes that a profile can hold.
 _LARGEST = dict(zip(_FIELDS, (1e12, 1e12, 1e18, 1e18), strict=True))
+_SMALLEST = 1e-20
 _ASSIGNMENT = re.compile(r"(\w+)\s*=\s*(\[[^\]]*\]|[^,\s\[]+)")
 _METADATA = re.compile(r"\s--\s+(?=\w+\s*=)")
 
@@ -135,6 +136,8 @@ def _read_value(text: str, what: str, number: int, path: str) -> float:
         _refuse(path, number, f"{what} {text} must be finite and not negative")
     if sum(values) > _LARGEST[what]:
         _refuse(path, number, f"{what} {text} is too large; at most {_LARGEST[what]:.0e}")
+    if any(0 < value < _SMALLEST for value in values):
+        _refuse(path, number, f"{what} {text} is too small; write 0, or at least {_SMALLEST:.0e}")
     return sum(values)
 
 
