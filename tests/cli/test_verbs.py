@@ -55,6 +55,17 @@ def test_profile_keeps_this_machine_as_the_cluster_local(profile_file, tmp_path)
     assert load_record(Plan, plan).cluster.name == "local"
 
 
+def test_profile_says_what_capture_noticed(tmp_path, capfd):
+    """As a note, once, and in the profile; not as a warning of Python's."""
+    path = tmp_path / "noted.json"
+    options = ("--device", "v100-16gb", "--batch-sizes", "2", "-o", path)
+    shown = succeeds("profile", "tests.cli.user_model:checkpointed", *options)
+    (note,) = load_record(ModelProfile, path).notes
+    assert "checkpoint" in note
+    assert " ".join(shown.split()).count(f"note: {note}") == 1
+    assert "UserWarning" not in capfd.readouterr().err
+
+
 def test_plan_as_json_is_the_plan_that_it_writes(profile_file, tmp_path):
     """Nothing else is printed."""
     path = tmp_path / "plan.json"

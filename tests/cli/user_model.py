@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import dapple
 
@@ -16,6 +17,23 @@ def workload(width: int = 8) -> dapple.Workload:
     return dapple.Workload(
         name="own",
         model=nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 2)),
+        inputs=lambda rows: (torch.ones(rows, 4),),
+        targets=lambda rows: torch.zeros(rows, 2),
+        loss=nn.functional.mse_loss,
+    )
+
+
+class Checkpointed(nn.Linear):
+    """A layer that saves memory by itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def checkpointed() -> dapple.Workload:
+    return dapple.Workload(
+        name="checkpointed",
+        model=nn.Sequential(Checkpointed(4, 4), nn.Linear(4, 2)),
         inputs=lambda rows: (torch.ones(rows, 4),),
         targets=lambda rows: torch.zeros(rows, 2),
         loss=nn.functional.mse_loss,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dapple.errors import InputError
-from dapple.graph import capture
+from dapple.graph import CaptureWarning, capture
 from dapple.profiler import measure_profile
 from dapple.records import ModelProfile
 from dapple.workload import Workload
@@ -103,6 +103,15 @@ def test_everything_but_times_is_the_same_in_every_profile():
     )
     assert first == second
     assert first.model_fingerprint is not None
+
+
+def test_a_profile_keeps_what_capture_noticed():
+    """Rows that depend on each other, for the user to read beside the figures."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Softmax(dim=0), nn.Linear(4, 2))
+    inputs, targets = (lambda rows: (torch.ones(rows, 4),)), (lambda rows: torch.zeros(rows, 2))
+    with pytest.warns(CaptureWarning, match="rows depend on each other"):
+        found = profiled(Workload("mixed", model, inputs, targets, nn.functional.mse_loss))
+    assert any("rows depend on each other" in note for note in found.notes)
 
 
 def test_times_are_positive_and_grow_with_the_work():

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,10 +97,12 @@ def make_profile(
 
     device_kind(device, dtype)
     common.require_torch("profile")
+    from dapple.graph import CaptureWarning
     from dapple.profiler.analytic import DEFAULT_BATCH_SIZES, analytic_profile
     from dapple.profiler.local import load_factory
 
-    with common.progress(f"profiling {model}") as report:
+    with common.progress(f"profiling {model}") as report, warnings.catch_warnings():
+        warnings.simplefilter("ignore", CaptureWarning)  # it is in the profile's notes
         return analytic_profile(
             load_factory(model, arguments),
             device,

@@ -35,6 +35,14 @@ def console() -> Console:
     return found if found.is_terminal else Console(highlight=False, width=120)
 
 
+def print_notes(profile: ModelProfile) -> None:
+    """What capture found out about the model."""
+    from rich.markup import escape
+
+    for note in profile.notes:
+        console().print(escape(f"note: {note}"))
+
+
 def print_json(value: Any) -> None:
     """Print a result for another program."""
     sys.stdout.write(json.dumps(value, indent=1) + "\n")

@@ -68,6 +68,7 @@ def profile(
     from dapple.reporting import profile_table
 
     common.console().print(profile_table(found))
+    common.print_notes(found)
     common.console().print(f"profile written to {output}")
 
 

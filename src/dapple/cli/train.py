@@ -138,6 +138,7 @@ class _Session:
             f"profiled {profile.num_layers} layers with {profile.concurrency} processes busy: "
             f"{self._folder / 'profile.json'}"
         )
+        common.print_notes(profile)
         return profile, cluster
 
     def _plan(self, profile: ModelProfile, cluster: Cluster, folder: Path) -> SearchResult:

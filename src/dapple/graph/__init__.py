@@ -1,6 +1,6 @@
 """Capture of a model as a graph of layers, and stage modules cut out of it."""
 
-from dapple.graph.capture import capture
+from dapple.graph.capture import CaptureWarning, capture, is_warning
 from dapple.graph.layers import InputSpec, LayerGraph
 from dapple.graph.lengths import Rows
 from dapple.graph.program import BoundaryTensor
@@ -10,6 +10,7 @@ from dapple.graph.stage import StageProgram
 
 __all__ = [
     "BoundaryTensor",
+    "CaptureWarning",
     "InputSpec",
     "LayerGraph",
     "OutputSpec",
@@ -17,5 +18,6 @@ __all__ = [
     "SeedLayer",
     "StageProgram",
     "capture",
+    "is_warning",
     "leave_generators",
 ]

@@ -32,6 +32,15 @@ from dapple.graph.program import Program
 from dapple.graph.wrappers import refuse_wrappers
 
 
+class CaptureWarning(UserWarning):
+    """What capture warns of; it is in the notes as well."""
+
+
+def is_warning(note: str) -> bool:
+    """Whether a note is about something that may surprise, and not only for the record."""
+    return note.startswith((MIXING, LOST_SAVINGS, AS_IS))
+
+
 def capture(
     model: nn.Module | Sequence[nn.Module],
     inputs: Any,
@@ -62,7 +71,7 @@ def capture(
             lengths. The example's should be 2 or more.
 
     Warns:
-        UserWarning: some row's values depend on other rows, so that pieces of a batch give other
+        CaptureWarning: some row's values depend on other rows, so that pieces of a batch give other
             gradients than the whole. Or the forward saves memory in a way that capture loses.
             Or layers are taken as they are. All of it is also in `notes`.
 
@@ -101,8 +110,8 @@ def capture(
         notes += rows_that_mix(found.probed, flat, batched)
     names = _first_names(model, *programs)
     for note in notes:
-        if note.startswith((MIXING, LOST_SAVINGS, AS_IS)):
-            warnings.warn(f"{type(model).__name__}: {note}", stacklevel=2)
+        if is_warning(note):
+            warnings.warn(f"{type(model).__name__}: {note}", CaptureWarning, stacklevel=2)
     specs = tuple(
         _input_spec(node.name, v, b, d)
         for (node, v), b, d in zip(_pair(training, flat), batched, dims, strict=True)

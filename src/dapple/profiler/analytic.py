@@ -91,6 +91,7 @@ def analytic_profile(
         tensors=tensors_of(graph),
         tied=tied_of(graph),
         model_fingerprint=graph.fingerprint,
+        notes=graph.notes,
     )
 
 

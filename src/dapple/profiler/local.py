@@ -10,6 +10,7 @@ import os
 import queue
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ import torch.multiprocessing as multiprocessing
 
 from dapple.cluster import Cluster, DeviceKind, Link, Machines, load_cluster
 from dapple.errors import DappleError, InputError, RunError
-from dapple.graph import capture
+from dapple.graph import CaptureWarning, capture, is_warning
 from dapple.graph.precision import PrecisionName
 from dapple.profiler.links import measure_link
 from dapple.profiler.measured import DEFAULT_BATCH_SIZES, DEFAULT_ROUNDS, Report, measure_profile
@@ -86,6 +87,9 @@ def profile(
     Returns:
         The profile, and this machine as a cluster of `devices` devices.
 
+    Warns:
+        CaptureWarning: of what `capture` warns of. All that it notes is in the profile's `notes`.
+
     Raises:
         InputError: a bad argument, or the model can't be made or captured.
         RunError: a measuring process died.
@@ -93,7 +97,11 @@ def profile(
     request = ProfileRequest(
         factory, devices, batch_sizes, rounds, finer=finer, precision=precision
     )
-    return profile_locally(request, report)
+    found, cluster = profile_locally(request, report)
+    for note in found.notes:
+        if is_warning(note):
+            warnings.warn(f"{found.model}: {note}", CaptureWarning, stacklevel=2)
+    return found, cluster
 
 
 def profile_locally(
@@ -175,6 +183,8 @@ def _where(traceback: Sequence[str]) -> str:
 def _measure(rank: int, request: ProfileRequest, folder: str, messages: Any) -> None:
     # Export logs its failures at length; they are raised as well.
     logging.getLogger("torch").setLevel(logging.CRITICAL)
+    # Not once per process: what capture warns of is in the profile.
+    warnings.simplefilter("ignore", CaptureWarning)
     torch.set_num_threads(request.threads)
     store = dist.FileStore(str(Path(folder) / "store"), request.devices)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=request.devices)

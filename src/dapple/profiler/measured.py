@@ -105,6 +105,7 @@ def measure_profile(
         tied=tied_of(graph),
         concurrency=dist.get_world_size() if dist.is_initialized() else 1,
         model_fingerprint=graph.fingerprint,
+        notes=graph.notes,
     )
 
 

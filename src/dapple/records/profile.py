@@ -105,6 +105,7 @@ class ModelProfile(Record):
         source: how it came about: "measured", "analytic", "text" or a hand's note.
         concurrency: processes that were busy on the machine while it was measured.
         model_fingerprint: identifies the captured model; a plan for another model is refused.
+        notes: what capture found out about the model that its user should know.
     """
 
     format: Literal["dapple-profile"] = "dapple-profile"
@@ -119,6 +120,7 @@ class ModelProfile(Record):
     tied: tuple[TiedGroup, ...] = ()
     concurrency: Annotated[int, Field(ge=1)] = 1
     model_fingerprint: str | None = None
+    notes: tuple[str, ...] = ()
 
     @model_validator(mode="after")
     def _consistent(self) -> ModelProfile:
