@@ -11,7 +11,14 @@ from dapple.cluster import Cluster
 from dapple.costs import Network, split_rows
 from dapple.planner.exact import device_sequences
 from dapple.planner.symmetry import Symmetry
-from dapple.planner.traffic import CutBytes, MessageBytes, busiest, slowest, traffic
+from dapple.planner.traffic import (
+    CutBytes,
+    MessageBytes,
+    busiest,
+    link_loads,
+    traffic,
+    transfer_seconds,
+)
 from tests.planner.strategies import clusters
 
 
@@ -39,5 +46,6 @@ def test_slowest_flow_or_card(
     for few in (0, 24):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("dapple.planner.traffic._FEW", few)
-            found = slowest(network, places, (senders, receivers), parts, CutBytes(size, half))
+            loads = link_loads(network, places, (senders, receivers), parts)
+            found = transfer_seconds(loads, CutBytes(size, half))
         assert np.allclose(found, expected, rtol=1e-12)

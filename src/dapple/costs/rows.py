@@ -66,16 +66,15 @@ def overlaps(senders: Sequence[int], receivers: Sequence[int]) -> tuple[tuple[in
     ((0, 0, 2), (1, 0, 1), (1, 1, 1), (2, 1, 2))
     """
     pairs: list[tuple[int, int, int]] = []
-    sender_ends = list(itertools.accumulate(senders))
-    receiver_ends = list(itertools.accumulate(receivers))
-    sender = receiver = start = 0
-    while sender < len(senders) and receiver < len(receivers):
-        end = min(sender_ends[sender], receiver_ends[receiver])
-        if end > start:
-            pairs.append((sender, receiver, end - start))
-        start = max(start, end)
-        if sender_ends[sender] <= end:
-            sender += 1
-        else:
-            receiver += 1
+    remaining = iter(enumerate(receivers))
+    receiver, wanted = next(remaining, (0, 0))
+    for sender, rows in enumerate(senders):
+        while rows:
+            if wanted:
+                count = rows if rows < wanted else wanted
+                pairs.append((sender, receiver, count))
+                rows -= count
+                wanted -= count
+            else:
+                receiver, wanted = next(remaining)
     return tuple(pairs)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dapple.cluster import Cluster
+from dapple.planner.distinct import distinct
 from dapple.planner.symmetry import Symmetry
 from dapple.planner.tables import Ints
 from dapple.planner.traffic import Devices
@@ -107,7 +108,7 @@ def make_frame(cluster: Cluster, symmetry: Symmetry, order: Devices, step: int) 
         order: all devices, or the first of them.
         step: stages begin and end at multiples of so many devices.
     """
-    positions = np.unique([*range(0, len(order), step), len(order)])
+    positions = distinct([*range(0, len(order), step), len(order)])
     widths = _widths(len(positions) - 1)
     shape = len(positions), len(widths)
     kind, link, reduce = (np.full(shape, -1) for _ in range(3))
@@ -159,7 +160,7 @@ def _widths(positions: int) -> Ints:
     if positions <= _OPTIONS:
         return np.arange(1, positions + 1)
     grown = np.geomspace(1, positions, _OPTIONS).round().astype(int)
-    return np.unique([*grown, *(2**k for k in range(positions.bit_length()))])
+    return distinct([*grown, *(2**k for k in range(positions.bit_length()))])
 
 
 def _sources(cluster: Cluster, order: Devices, positions: Ints) -> tuple[tuple[int, ...], ...]:

@@ -7,6 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
+from dapple.planner.distinct import distinct
 from dapple.planner.exposed import exposed_seconds
 from dapple.planner.frame import Frame
 from dapple.planner.problem import Problem
@@ -56,7 +57,7 @@ class Grid:
 
     @cached_property
     def _kinds(self) -> Ints:
-        kinds = np.unique(self.frame.kind[:, self.options])
+        kinds = distinct(self.frame.kind[:, self.options])
         return kinds[kinds >= 0]
 
     @cached_property
@@ -110,7 +111,7 @@ def choose_marks(tables: CostTables, limit: int) -> Ints:
     cost = crossing.per_row * tables.first_rows + crossing.fixed
     inner = np.arange(1, layers)
     by_bucket = inner[np.lexsort((inner, cost[inner], bucket[inner]))]
-    _, first = np.unique(bucket[by_bucket], return_index=True)
+    first = np.flatnonzero(np.diff(bucket[by_bucket], prepend=-1))
     return np.concatenate([[0], np.sort(by_bucket[first]), [layers]])
 
 
@@ -128,7 +129,7 @@ def make_grid(
     """
     tables = problem.tables(micro_batches)
     options = _useful_options(frame, tables.first_rows, problem.proportional)
-    used = np.unique(frame.kind[:, options])
+    used = distinct(frame.kind[:, options])
     shape = len(frame.stages), len(marks)
     stage, backward = np.zeros(shape), np.zeros(shape)
     reach = np.full(shape, len(marks) - 1)
@@ -140,13 +141,13 @@ def make_grid(
         if problem.memory_is_known:
             reach[kind] = _reach(problem, tables, devices, marks, in_flight)
     forward_links, backward_links = (np.zeros((len(frame.links), len(marks))) for _ in range(2))
-    used = np.unique(frame.link[:, options])
+    used = distinct(frame.link[:, options])
     for number in used[used >= 0]:
         link = tables.link(*frame.links[number])
         forward_links[number], backward_links[number] = link.forward[marks], link.backward[marks]
     update = _differences(tables.optimizer_prefix, marks)
     exposed = np.zeros((len(frame.reduces), len(marks), len(marks)))
-    used = np.unique(frame.reduce_kind[:, options])
+    used = distinct(frame.reduce_kind[:, options])
     rings = [number for number in used[used >= 0] if any(frame.reduces[number][1:])]
     if rings:
         kinds, fixed, rate = zip(*(frame.reduces[number] for number in rings), strict=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -51,26 +51,28 @@ class LocalSearch:
         Args:
             estimates: seconds of the layouts to begin with.
         """
-        simulated = self._simulate_best(estimates, _WORK // 3, _LEAST_STARTS)
         small = self.problem.num_layers * self.problem.num_devices <= _SMALL
-        starts: dict[Hashable, tuple[float, Layout]] = {}
-        for seconds, layout in simulated:
-            starts.setdefault((layout.devices, layout.micro_batches), (seconds, layout))
         most = _SMALL_STARTS if small else _STARTS
-        for number, (seconds, layout) in enumerate([*starts.values()][:most]):
+        starts = self._simulate_best(estimates, _WORK // 3, _LEAST_STARTS, most)
+        for number, (seconds, layout) in enumerate(starts):
             if number == 0 or self._left > 0:
                 self._improve(layout, seconds)
 
     def _simulate_best(
-        self, guesses: Mapping[Layout, float], work: int, least: int
+        self, guesses: Mapping[Layout, float], work: int, least: int, most: int
     ) -> list[tuple[float, Layout]]:
-        """Simulate the best guesses, at least a few, as far as the work suffices; best first.
+        """Simulate the best guesses, at least a few, as far as the work suffices.
 
         Contention makes steps longer than guessed, much the same for all plans on the same
         devices with the same M. So what was seen of the others corrects a guess. Slow links do so
-        the more, the more stages there are, so every second time that counts as well.
+        the more, the more stages there are, so every second time that counts as well. What is
+        guessed to take longer than the best `most` is left out: hardly any guess is too long.
+
+        Returns:
+            Seconds and layouts: the best `most` on different devices or with other M, best first.
         """
         results: list[tuple[float, Layout]] = []
+        best: list[tuple[float, Layout]] = []
         left = dict(guesses)
         for turn in itertools.count():
             if not left:
@@ -93,7 +95,10 @@ class LocalSearch:
                 self._longer.setdefault(layout.devices, {})[layout.micro_batches] = ratio
                 alike = self._least_longer.get(layout.num_stages, ratio)
                 self._least_longer[layout.num_stages] = min(alike, ratio)
-        return sorted(results)
+                best = _different(results)[:most]
+                if len(best) == most:
+                    left = {other: g for other, g in left.items() if g < best[-1][0]}
+        return best
 
     def _units(self, layout: Layout) -> int:
         """How many replicas are simulated: of equal ones one, where rows and machines divide evenly."""
@@ -131,10 +136,18 @@ class LocalSearch:
             guesses = {other: guess_seconds(self.problem, other) for other in nearby}
             known = {other: guess for other, guess in guesses.items() if guess is not None}
             known = {other: guess for other, guess in known.items() if guess < seconds}
-            best = self._simulate_best(known, self._left // 6, _LEAST_TRIES)[:1]
+            best = self._simulate_best(known, self._left // 6, _LEAST_TRIES, 1)
             if not best or best[0][0] >= seconds * (1 - 1e-9):
                 return
             seconds, layout = best[0]
+
+
+def _different(results: Iterable[tuple[float, Layout]]) -> list[tuple[float, Layout]]:
+    """The best result of all layouts on the same devices with the same M, best first."""
+    found: dict[Hashable, tuple[float, Layout]] = {}
+    for seconds, layout in sorted(results):
+        found.setdefault((layout.devices, layout.micro_batches), (seconds, layout))
+    return list(found.values())
 
 
 def guess_seconds(problem: Problem, layout: Layout) -> float | None:

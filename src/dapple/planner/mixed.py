@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dapple.planner.distinct import distinct
 from dapple.planner.problem import Problem
 from dapple.planner.shares import Shares, row_ranges, shares
 from dapple.planner.tables import Ints, all_at
@@ -114,7 +115,7 @@ def _levels(total: int) -> Iterator[tuple[int, int]]:
     ends = np.arange(1, total + 1)
     if total > _LEVELS:
         few = _LEVELS // 2
-        ends = np.unique([*ends[:few], *np.geomspace(few, total, few).round().astype(int)])
+        ends = distinct([*ends[:few], *np.geomspace(few, total, few).round().astype(int)])
     before = 0
     for end in ends.tolist():
         yield before + 1, end
@@ -191,7 +192,7 @@ class _Times:
             return np.arange(low, high + 1)
         grown = np.geomspace(low, high, _POINTS).round().astype(int)
         inner = [size for size in self._sizes if low < size < high]
-        return np.unique([*grown, *inner])
+        return distinct([*grown, *inner])
 
 
 def _share(

@@ -81,6 +81,7 @@ class Problem:
         self._memory = Memory(self.model, self.symmetry, global_batch_size, optimizer)
         self._tables: dict[int, CostTables] = {}
         self._banks: dict[int, Bank] = {}
+        self._step_seconds: dict[tuple[tuple[StagePlan, ...], int], float] = {}
 
     @cached_property
     def speeds(self) -> tuple[float, ...]:
@@ -326,10 +327,14 @@ class Problem:
         )
 
     def step_seconds(self, stages: Sequence[StagePlan], micro_batches: int) -> float:
-        """The simulated step, seconds."""
-        return step_seconds(
-            self.model, stages, self.global_batch_size, micro_batches, self.schedule
-        )
+        """The simulated step, seconds. Tuning asks for some a second time."""
+        key = tuple(stages), micro_batches
+        found = self._step_seconds.get(key)
+        if found is None:
+            found = self._step_seconds[key] = step_seconds(
+                self.model, stages, self.global_batch_size, micro_batches, self.schedule
+            )
+        return found
 
     @cached_property
     def _profile_fingerprint(self) -> str:

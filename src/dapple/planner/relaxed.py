@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,21 +89,24 @@ def meets(relaxed: Relaxed, target: float) -> bool:
     alone_f = np.where(allowed, relaxed.forward[:, 0], np.inf)
     first, last = _band(relaxed, limit)
     for e in range(1, relaxed.devices + 1):
-        now = np.flatnonzero(relaxed.widths <= e)
+        fits, now = relaxed.widths <= e, np.flatnonzero(relaxed.widths < e)
+        prefix[e, fits], prefix_f[e, fits] = alone[fits], alone_f[fits]
         starts = e - relaxed.widths[now]
-        base, base_f = _entered(relaxed, prefix[starts], prefix_f[starts], now, limit)
-        prefix[e, now], prefix_f[e, now] = alone[now], alone_f[now]
-        cuts = np.flatnonzero(np.isfinite(base).any(axis=0))
-        if not len(cuts) or first[e] > last[e]:
+        if not len(now) or first[e] > last[e]:
             continue
-        some, ends = slice(int(cuts[0]), int(cuts[-1]) + 1), slice(int(first[e]), int(last[e]) + 1)
-        late = ~(base_f[:, some, None] + relaxed.work_after[now, some, ends] <= limit)
-        late |= ~(base[:, some, None] + relaxed.work[now, some, ends] <= limit)
+        some = slice(int(first[starts].min()), int(last[starts].max()) + 1)
+        if some.start >= some.stop:
+            continue
+        before = prefix[starts, :, some], prefix_f[starts, :, some]
+        base, base_f = _entered(relaxed, *before, now, some, limit)
+        ends = slice(int(first[e]), int(last[e]) + 1)
+        late = ~(base_f[:, :, None] + relaxed.work_after[now, some, ends] <= limit)
+        late |= ~(base[:, :, None] + relaxed.work[now, some, ends] <= limit)
         for entered, own, reached in (
             (base, relaxed.both, prefix),
             (base_f, relaxed.forward, prefix_f),
         ):
-            sums = entered[:, some, None] + own[now, some, ends]
+            sums = entered[:, :, None] + own[now, some, ends]
             np.copyto(sums, np.inf, where=late)
             reached[e, now, ends] = np.minimum(sums.min(axis=1), reached[e, now, ends])
     return bool(prefix[:, :, -1].min() <= limit)
@@ -125,7 +128,7 @@ def _band(relaxed: Relaxed, limit: float) -> tuple[Ints, Ints]:
 
 
 def _entered(
-    relaxed: Relaxed, prefix: Floats, prefix_f: Floats, now: Ints, limit: float
+    relaxed: Relaxed, prefix: Floats, prefix_f: Floats, now: Ints, cuts: slice, limit: float
 ) -> tuple[Floats, Floats]:
     """The least prefixes when a stage begins, its transfer included; shape (now, cuts).
 
@@ -133,17 +136,21 @@ def _entered(
         relaxed: the costs.
         prefix, prefix_f: shape (now, options before, cuts), of A_0 + F + B and of F.
         now: options of the stage that begins.
+        cuts: where it may begin.
         limit: what no transfer may exceed with its prefix.
     """
     both, forward, work = (
-        link[:, now].swapaxes(0, 1)
+        link[:, now, cuts].swapaxes(0, 1)
         for link in (relaxed.link_both, relaxed.link_forward, relaxed.link_work)
     )
-    waits = np.where(prefix + work <= limit, prefix + both, np.inf)
-    # Stages that do not wait for each other start afresh.
-    apart = np.where(np.isfinite(prefix), 0.0, np.inf)
-    entered = np.where(relaxed.linked, waits, apart)
-    entered_f = np.where(relaxed.linked, prefix_f + forward, apart)
+    entered = np.where(prefix + work <= limit, prefix + both, np.inf)
+    entered_f = prefix_f + forward
+    linked = relaxed.linked[cuts]
+    if not linked.all():
+        # Stages that do not wait for each other start afresh.
+        apart = np.where(np.isfinite(prefix), 0.0, np.inf)
+        entered = np.where(linked, entered, apart)
+        entered_f = np.where(linked, entered_f, apart)
     return entered.min(axis=1), np.where(np.isfinite(entered), entered_f, np.inf).min(axis=1)
 
 
@@ -208,7 +215,12 @@ def _find_rings(problem: Problem, replicas: int) -> list[tuple[float, float]]:
         elif paper:
             per_byte = 2 * (replicas - 1) / replicas / fast_inside
         rings.append((0.0 if paper else fixed, per_byte))
-    return rings
+    # One with more of neither is never slower.
+    return [ring for n, ring in enumerate(rings) if not _is_beaten(ring, rings[:n])]
+
+
+def _is_beaten(ring: tuple[float, float], others: Sequence[tuple[float, float]]) -> bool:
+    return any(other[0] <= ring[0] and other[1] <= ring[1] for other in others)
 
 
 def _ring_rate(link: Link, paper: bool) -> float:
@@ -253,25 +265,25 @@ def _crowding(problem: Problem, found: Shares) -> Floats:
     most = max(sizes)
     links = (group.outside for group in problem.cluster.machines)
     bandwidth = max(link.bandwidth for link in links if link is not None)
-    widths, widest = found.widths.tolist(), found.most_widths.tolist()
-    crowded = np.zeros((len(widths), len(widths)))
-    for a, b in itertools.product(range(len(widths)), repeat=2):
-        each = _least_rows(problem.global_batch_size, found, widest[b])
-        rows = min(
-            max(0, widths[b] + widths[a] - machines * most) * each / machines
-            for machines in range(-(-widths[a] // most), min(widest[a], len(sizes)) + 1)
-        )
-        crowded[a, b] = crowded[b, a] = max(crowded[a, b], rows / bandwidth)
+    widths, widest = found.widths[:, None], found.most_widths[:, None]
+    each = _least_rows(problem.global_batch_size, found, found.most_widths)
+    least = np.full((len(widths), len(widths)), np.inf)
+    for machines in range(1, len(sizes) + 1):
+        rows = np.maximum(widths + found.widths - machines * most, 0) * each / machines
+        possible = (machines * most >= widths) & (machines <= widest)
+        least = np.where(possible, np.minimum(least, rows), least)
+    crowded: Floats = np.maximum(least, least.T) / bandwidth
     return crowded
 
 
-def _least_rows(batch: int, found: Shares, replicas: int) -> int:
-    """Rows of a step that every replica has at least."""
+def _least_rows(batch: int, found: Shares, replicas: Ints) -> Ints:
+    """Rows of a step that each of so many replicas has at least."""
     rows = []
     for count in (found.low, found.high):
         size, larger = divmod(batch, count)
         rows.append(larger * ((size + 1) // replicas) + (count - larger) * (size // replicas))
-    return min(rows)
+    least: Ints = np.minimum(*rows)
+    return least
 
 
 def best_route(problem: Problem) -> tuple[float, float]:

@@ -25,12 +25,14 @@ from dapple.planner.traffic import (
     CutBytes,
     Devices,
     Floats,
+    Load,
     arrival,
     busiest,
     certain_bytes,
     crossing_bytes,
-    slowest,
+    link_loads,
     traffic,
+    transfer_seconds,
 )
 from dapple.records import ModelProfile
 
@@ -141,6 +143,7 @@ class CostTables:
         self._seconds: dict[Shares, dict[str, Floats]] = {}
         self._stages: dict[Devices, StageTable] = {}
         self._links: dict[Hashable, LinkTable] = {}
+        self._link_of_loads: dict[tuple[Load, ...], LinkTable] = {}
         self._least_links: dict[Hashable, LeastLink] = {}
         self._exposed: dict[Devices, Floats] = {}
 
@@ -242,8 +245,12 @@ class CostTables:
         if found is None:
             one, other = self.splits.of(senders), self.splits.of(receivers)
             ends, rows = (one.devices, other.devices), (one.first, other.first)
-            times = slowest(self.network, self.symmetry.places, ends, rows, self.crossing_bytes)
-            found = self._links[key] = LinkTable(*times)
+            loads = link_loads(self.network, self.symmetry.places, ends, rows)
+            found = self._link_of_loads.get(loads)
+            if found is None:
+                found = LinkTable(*transfer_seconds(loads, self.crossing_bytes))
+                self._link_of_loads[loads] = found
+            self._links[key] = found
         return found
 
     def least_link(self, senders: Devices, receivers: Devices) -> LeastLink:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -92,27 +93,34 @@ class Places:
     group_of: NDArray[np.int64]
 
 
-def slowest(
-    network: Network,
-    places: Places,
-    ends: tuple[Devices, Devices],
-    rows: tuple[Rows, Rows],
-    sizes: CutBytes,
-) -> tuple[Floats, Floats]:
-    """Seconds of one micro-batch's transfer until the last flow is through, and of that back.
+def link_loads(
+    network: Network, places: Places, ends: tuple[Devices, Devices], rows: tuple[Rows, Rows]
+) -> tuple[Load, ...]:
+    """What one micro-batch puts on flows and cards, alike ones once, less than others left out.
 
     Args:
         network: routes and cards, which are the same both ways.
         places: machines, and groups of equal machines.
         ends: senders and receivers.
         rows: what of the micro-batch each of them has.
+    """
+    few = len(ends[0]) + len(ends[1]) <= _FEW
+    loads = (_loads_of_few if few else _loads_of_many)(network, places, ends, rows)
+    most: dict[tuple[int, float, float], int] = {}
+    for count, messages, rate, latency in loads:
+        key = messages, rate, latency
+        most[key] = max(count, most.get(key, 0))
+    return tuple(sorted((count, *key) for key, count in most.items()))
+
+
+def transfer_seconds(loads: Sequence[Load], sizes: CutBytes) -> tuple[Floats, Floats]:
+    """Seconds of one micro-batch's transfer until the last flow is through, and of that back.
+
+    Args:
+        loads: as `link_loads` has them.
         sizes: bytes by cut.
     """
-    if len(ends[0]) + len(ends[1]) <= _FEW:
-        loads = np.array(sorted(set(traffic(network, *ends, rows).values())))
-    else:
-        loads = np.array(_distinct_loads(network, places, *ends, rows))
-    most, messages, rate, latency = loads.T[:, :, None]
+    most, messages, rate, latency = np.array(loads).T[:, :, None]
 
     def seconds(size: MessageBytes) -> Floats:
         sent = most * size.per_row + messages * size.fixed
@@ -123,20 +131,23 @@ def slowest(
     return there, there if sizes.alike else seconds(sizes.backward)
 
 
-def _distinct_loads(
-    network: Network,
-    places: Places,
-    senders: Devices,
-    receivers: Devices,
-    rows: tuple[Rows, Rows],
-) -> list[Load]:
-    """What one micro-batch puts on flows and cards, alike ones once; fast for many replicas."""
-    ends = [np.cumsum(side) for side in rows]
-    stops = np.unique(np.concatenate(ends))
-    stops = stops[stops > 0]
+def _loads_of_few(
+    network: Network, places: Places, ends: tuple[Devices, Devices], rows: tuple[Rows, Rows]
+) -> Iterable[Load]:
+    del places  # Each flow is looked at on its own.
+    return traffic(network, *ends, rows).values()
+
+
+def _loads_of_many(
+    network: Network, places: Places, ends: tuple[Devices, Devices], rows: tuple[Rows, Rows]
+) -> Iterable[Load]:
+    """Alike ones once."""
+    until = [np.cumsum(side) for side in rows]
+    stops = np.sort(np.concatenate(until))
+    stops = stops[np.diff(stops, prepend=0) > 0]
     counts = np.diff(stops, prepend=0)
-    source, target = (np.searchsorted(end, stops, side="left") for end in ends)
-    here, there = np.array(senders)[source], np.array(receivers)[target]
+    source, target = (np.searchsorted(side, stops, side="left") for side in until)
+    here, there = np.array(ends[0])[source], np.array(ends[1])[target]
     machines = places.machine_of[here], places.machine_of[there]
     groups = places.group_of[machines[0]], places.group_of[machines[1]]
     outside = machines[0] != machines[1]
@@ -147,7 +158,7 @@ def _distinct_loads(
         route = network.route(int(here[flows[0]]), int(there[flows[0]]))
         loads.add((int(counts[flows].max()), 1, route.rate, route.latency))
     if network.model == "paper":
-        return sorted(loads)
+        return loads
     for direction, side in enumerate(machines):
         total = np.bincount(side[outside], weights=counts[outside])
         flows = np.bincount(side[outside])
@@ -156,7 +167,7 @@ def _distinct_loads(
         for group, most, messages in set(zip(*(f.tolist() for f in figures), strict=True)):
             bandwidth = network.card_bandwidth(2 * group + direction)
             loads.add((int(most), messages, bandwidth, 0.0))
-    return sorted(loads)
+    return loads
 
 
 def traffic(
