@@ -70,6 +70,17 @@ def test_uniform_model_on_fast_links_is_one_stage() -> None:
     assert plan.num_micro_batches == 1
 
 
+def test_no_replica_has_a_row_too_many() -> None:
+    """Twelve devices that hold one row at a time take 128 rows in 11 micro-batches, not in 12."""
+    profile, devices = _profile(saved=100 * MIB), preset("config-b:12x1").with_memory(500 * MIB)
+    plan = make_plan(profile, devices, 128, planner="dp")
+    other = make_plan(profile, devices, 128, planner="dp", micro_batch_size=11)
+    assert (plan.num_micro_batches, other.num_micro_batches) == (11, 12)
+    assert plan.predicted is not None
+    assert other.predicted is not None
+    assert plan.predicted.step_seconds < 0.95 * other.predicted.step_seconds
+
+
 def test_plan_carries_its_origin() -> None:
     """Fingerprints, cluster, optimizer and prediction are saved with the plan."""
     profile = _profile()

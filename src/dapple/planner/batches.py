@@ -16,6 +16,18 @@ def geometric_counts(batch: int) -> tuple[int, ...]:
     return tuple(sorted({m for m in counts if m <= batch} | {batch}))
 
 
+def even_counts(batch: int, replicas: int) -> tuple[int, ...]:
+    """The least M with which none of so many replicas has more than 1, 2, 4, ... rows at a time.
+
+    >>> even_counts(128, 12)  # 12 or 11 rows, one each; up to 2; up to 4; ...
+    (11, 6, 3, 2, 1)
+    """
+    counts = [-(-batch // replicas)]
+    while counts[-1] > 1:
+        counts.append(-(-batch // (replicas * 2 ** len(counts))))
+    return tuple(counts)
+
+
 def check_batch(global_batch_size: int, micro_batch_size: int | None) -> None:
     """Raise an InputError for sizes that no step can have."""
     if global_batch_size < 1:

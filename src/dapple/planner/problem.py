@@ -11,7 +11,7 @@ from functools import cached_property
 from dapple.cluster import Cluster
 from dapple.costs import CostModel, update_seconds
 from dapple.planner.bank import Bank
-from dapple.planner.batches import check_batch, check_known, geometric_counts
+from dapple.planner.batches import check_batch, check_known, even_counts, geometric_counts
 from dapple.planner.layout import WIDE, Layout, leaner
 from dapple.planner.memory import OPTIMIZER_STATE, Memory
 from dapple.planner.refusal import Refusal
@@ -124,8 +124,11 @@ class Problem:
         """The values of M that are looked at, ascending."""
         if self.micro_batch_size is not None:
             return (math.ceil(self.global_batch_size / self.micro_batch_size),)
-        counts = geometric_counts(self.global_batch_size)
-        return tuple(count for count in counts if count <= MOST_MICRO_BATCHES)
+        batch = self.global_batch_size
+        counts = {*geometric_counts(batch)}
+        for replicas in {self.num_devices, *self.machine_sizes}:
+            counts.update(even_counts(batch, replicas))
+        return tuple(sorted(count for count in counts if count <= MOST_MICRO_BATCHES))
 
     @cached_property
     def memory_is_known(self) -> bool:
