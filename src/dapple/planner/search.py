@@ -11,6 +11,7 @@ from dapple.cluster import Cluster
 from dapple.errors import InputError, MemoryPlanError
 from dapple.planner.baselines import BASELINES, FIXED_SCHEDULES, candidates
 from dapple.planner.certificate import lower_bound
+from dapple.planner.collecting import seldom_collecting
 from dapple.planner.contest import Candidate, Contest, better
 from dapple.planner.general import GeneralSearch
 from dapple.planner.notes import expected, notes_on, nothing_fits
@@ -122,6 +123,7 @@ def make_plan(
     ).plan
 
 
+@seldom_collecting()
 def search(
     profile: ModelProfile,
     cluster: Cluster,
