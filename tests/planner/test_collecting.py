@@ -12,9 +12,16 @@ from dapple.planner.collecting import seldom_collecting
 def test_thresholds_return_after_an_error() -> None:
     """While a search runs the collector runs seldom, and as before when it has failed."""
     before = gc.get_threshold()
-    with pytest.raises(ValueError, match="fails"), seldom_collecting():
-        assert gc.get_threshold()[0] > before[0]
-        raise ValueError("the search fails")
+    during: list[int] = []
+
+    @seldom_collecting()
+    def search() -> None:
+        during.append(gc.get_threshold()[0])
+        raise ValueError("nothing fits")
+
+    with pytest.raises(ValueError, match="nothing fits"):
+        search()
+    assert during[0] > before[0]
     assert gc.get_threshold() == before
 
 
