@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from dapple.cluster import Cluster, preset
 from dapple.costs import bytes_at, seconds_at
 from dapple.planner import SearchOptions, search
+from dapple.planner.explore import best_first, uphill
 from dapple.planner.frame import choose_step, device_orders, make_frame
 from dapple.planner.grid import choose_marks
 from dapple.planner.layout import Layout
+from dapple.planner.local import guess_seconds
 from dapple.planner.neighbours import neighbours
 from dapple.planner.problem import Problem
 from dapple.planner.tables import all_at, all_bytes_at
@@ -126,3 +128,20 @@ def test_marks_keep_the_cheap_cuts() -> None:
     assert (np.diff(marks) > 0).all()
     crossing = problem.tables(8).crossing_bytes.forward.per_row
     assert crossing[marks[1:-1]].mean() < 0.5 * crossing[1:-1].mean()
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+def test_exploring_finds_no_worse_layouts(seed: int) -> None:
+    """Uphill and best first, from an even pipeline: valid layouts of other lengths, the best no worse."""
+    rng = random.Random(seed)
+    problem = Problem(random_profile(rng, 16), random_cluster(rng, 8), 64)
+    layout = Layout((0, 4, 8, 12, 16), ((0, 1), (2, 3), (4, 5), (6, 7)), 16)
+    begin = guess_seconds(problem, layout)
+    assert begin is not None
+    for found in ([*uphill(problem, layout)], [*best_first(problem, [layout])]):
+        guesses = [guess_seconds(problem, other) for other in found]
+        assert min(guess for guess in guesses if guess is not None) <= begin
+        assert len({other.num_stages for other in found}) > 1
+        for other in found:
+            problem.plan(other, other.stages(), "test")
+    assert {other.micro_batches for other in best_first(problem, [layout])} == {16}

@@ -4,6 +4,7 @@
 2. for the best few M, on all cuts, in every device order: more of them
 3. the best of all, on different devices, are improved by the estimate alone
 4. the best estimates are simulated, and changed while that helps: see `local`
+5. if the best is a long pipeline: the same again from layouts further away, see `explore`
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 from dapple.planner.climb import climb
 from dapple.planner.cuts import better_cuts, better_cuts_of_all
 from dapple.planner.dynamic import trade_off
+from dapple.planner.explore import best_first, uphill
 from dapple.planner.frame import Frame, choose_step, device_orders, make_frame
 from dapple.planner.grid import Grid, choose_marks, make_grid
 from dapple.planner.layout import Layout
@@ -45,6 +47,10 @@ _POLISHED = 3
 """Layouts on different devices whose cuts are improved whenever the dynamic programme has run."""
 _CLIMBED = 6
 """Layouts on different devices that are improved before anything is simulated."""
+_SMALL, _LONG = 100, (4, 16)
+"""Of more layers x devices, pipelines of such lengths are looked for further away."""
+_EXPLORED, _UPHILL = 2, 8
+"""Best M whose layouts are explored best first, and layouts of different length or M uphill."""
 _FILL = 0.3
 """Part of one micro-batch's seconds on a single device that filling the pipeline takes, roughly."""
 _BEST_COUNTS, _IN_EVERY_ORDER = 4, 2
@@ -77,7 +83,38 @@ class GeneralSearch:
             self._look_closely(count, everywhere)
         for layout in self._on_different_devices(self._ranked(), _CLIMBED):
             self._estimate(climb(self.problem, layout))
-        LocalSearch(self.problem, self.judge).run(self._estimates)
+        best = LocalSearch(self.problem, self.judge).run(self._estimates)
+        if best is not None and self._is_worth_more(best[1]):
+            self._explore(best[0])
+
+    def _is_worth_more(self, best: Layout) -> bool:
+        """Whether a plan is one of very many like it: a pipeline that is long, yet can be looked at."""
+        size = self.problem.num_layers * self.problem.num_devices
+        few = self.problem.num_devices <= _FEW_DEVICES
+        return few and size > _SMALL and _LONG[0] <= best.num_stages <= _LONG[1]
+
+    def _explore(self, best: float) -> None:
+        """From the best of each length and M uphill; from the best for an M, the best around first.
+
+        Args:
+            best: the shortest simulated step so far.
+        """
+        ranked, before = self._ranked(), set(self._estimates)
+        firsts: dict[tuple[int, int], Layout] = {}
+        for layout in ranked:
+            firsts.setdefault((layout.num_stages, layout.micro_batches), layout)
+        ways: list[Iterable[Layout]] = []
+        for count in self._best_counts()[:_EXPLORED]:
+            alike = (layout for layout in ranked if layout.micro_batches == count)
+            ways.append(best_first(self.problem, self._on_different_devices(alike, _CLIMBED)))
+        starts = list(firsts.values())[:_UPHILL]
+        ways.append(other for layout in starts for other in uphill(self.problem, layout))
+        for way in ways:
+            self._estimate(way)
+            new = {o: s for o, s in self._estimates.items() if o not in before and s < best}
+            before.update(self._estimates)
+            found = LocalSearch(self.problem, self.judge).run(new)
+            best = min(best, found[0]) if found else best
 
     def _scout(self) -> None:
         """Every M that can be good, those that look good first."""

@@ -45,18 +45,24 @@ class LocalSearch:
     _least_longer: dict[int, float] = field(default_factory=dict)
     _left: int = _WORK
 
-    def run(self, estimates: Mapping[Layout, float]) -> None:
+    def run(self, estimates: Mapping[Layout, float]) -> tuple[float, Layout] | None:
         """Simulate the best, and improve the best of these on different devices or with other M.
 
         Args:
             estimates: seconds of the layouts to begin with.
+
+        Returns:
+            Seconds of the best, and itself; None: nothing fits.
         """
         small = self.problem.num_layers * self.problem.num_devices <= _SMALL
         most = _SMALL_STARTS if small else _STARTS
         starts = self._simulate_best(estimates, _WORK // 3, _LEAST_STARTS, most)
-        for number, (seconds, layout) in enumerate(starts):
-            if number == 0 or self._left > 0:
-                self._improve(layout, seconds)
+        found = [
+            self._improve(layout, seconds)
+            for number, (seconds, layout) in enumerate(starts)
+            if number == 0 or self._left > 0
+        ]
+        return min(found, default=None)
 
     def _simulate_best(
         self, guesses: Mapping[Layout, float], work: int, least: int, most: int
@@ -126,7 +132,7 @@ class LocalSearch:
             return self._least_longer.get(layout.num_stages, 1.0) if alike else 1.0
         return seen.get(layout.micro_batches) or min(seen.values())
 
-    def _improve(self, layout: Layout, seconds: float) -> None:
+    def _improve(self, layout: Layout, seconds: float) -> tuple[float, Layout]:
         rounds = 0
         while self._left > 0 or rounds < _LEAST_ROUNDS:
             rounds += 1
@@ -138,8 +144,9 @@ class LocalSearch:
             known = {other: guess for other, guess in known.items() if guess < seconds}
             best = self._simulate_best(known, self._left // 6, _LEAST_TRIES, 1)
             if not best or best[0][0] >= seconds * (1 - 1e-9):
-                return
+                break
             seconds, layout = best[0]
+        return seconds, layout
 
 
 def _different(results: Iterable[tuple[float, Layout]]) -> list[tuple[float, Layout]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -86,6 +87,18 @@ def moved_devices(problem: Problem, layout: Layout, focus: Sequence[int]) -> Ite
             yield _with_counts(layout, order, counts, {stage: 1})
         if counts[stage] > 1:
             yield _with_counts(layout, order, counts, {stage: -1})
+
+
+def exchanged_devices(problem: Problem, layout: Layout) -> Iterator[Layout]:
+    """A device from any stage to any other, and two stages with each other's number of replicas."""
+    counts = [len(devices) for devices in layout.devices]
+    order = _order_of(problem, layout)
+    for one, other in itertools.permutations(range(layout.num_stages), 2):
+        if counts[other] > 1:
+            yield _with_counts(layout, order, counts, {one: 1, other: -1})
+        more = counts[other] - counts[one]
+        if one < other and more:
+            yield _with_counts(layout, order, counts, {one: more, other: -more})
 
 
 def other_lengths(problem: Problem, layout: Layout, focus: Sequence[int]) -> Iterator[Layout]:
