@@ -11,16 +11,19 @@ with what the bound relaxes.
 
 from __future__ import annotations
 
+import compileall
 import random
 import resource
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 START = time.perf_counter()
 
 import numpy as np  # noqa: E402
 
+import dapple  # noqa: E402
 from dapple.cluster import Link, preset  # noqa: E402
 from dapple.costs import CostModel  # noqa: E402
 from dapple.planner import make_plan  # noqa: E402
@@ -158,5 +161,7 @@ if __name__ == "__main__":
         for size in sys.argv[1:]:
             run(size)
     else:
+        # As pip leaves what it installs, which saves a tenth of a second.
+        compileall.compile_dir(Path(dapple.__file__).parent, quiet=1)
         for size in SIZES:
             subprocess.run([sys.executable, "-m", "benchmarks.planner.speed", size], check=True)
