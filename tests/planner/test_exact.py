@@ -6,8 +6,10 @@ import random
 
 import pytest
 
+from dapple.cluster import Cluster, DeviceKind, Link, Machines
 from dapple.errors import MemoryPlanError
-from dapple.planner import make_plan
+from dapple.planner import SearchOptions, make_plan, search
+from dapple.records import LayerProfile, ModelProfile, TensorProfile
 from tests.planner.instances import MIB, brute_force, random_cluster, random_profile
 
 
@@ -57,3 +59,28 @@ def test_no_fitting_plan_is_faster(
     assert plan.predicted.step_seconds <= best[0] * 1.01
     memory = cluster.kind_of_device()[0].memory
     assert all(s.peak_bytes is not None and s.peak_bytes <= memory for s in plan.predicted.stages)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_machine_with_a_slow_card_is_left_out(exact: bool) -> None:
+    """Of three machines that are alike but for one's network card, two stages take the others."""
+    layer = LayerProfile(
+        name="l",
+        forward_seconds=(0.01,),
+        backward_seconds=(0.02,),
+        parameter_bytes=10**9,
+        saved_bytes=(1,),
+    )
+    sent = TensorProfile(name="t", producer=0, consumers=(1,), bytes_per_sample=1e6)
+    profile = ModelProfile(
+        model="m", device="d", batch_sizes=(1,), layers=(layer,) * 2, tensors=(sent,)
+    )
+    kind, inside = DeviceKind(name="d", memory=5 * 10**9), Link(bandwidth=1e9)
+    machines = tuple(
+        Machines(devices=1, kind=kind, inside=inside, outside=Link(bandwidth=rate))
+        for rate in (1e6, 1e9, 1e9)
+    )
+    cluster = Cluster(name="odd", machines=machines)
+    options = SearchOptions(baselines=False, exact=exact)
+    plan = search(profile, cluster, 8, micro_batch_size=1, options=options).plan
+    assert {device for stage in plan.stages for device in stage.devices} == {1, 2}

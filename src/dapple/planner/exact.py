@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dapple.planner.bounds import layout_bounds
-from dapple.planner.frame import device_orders
+from dapple.planner.frame import card_rates, device_orders
 from dapple.planner.layout import Layout
 from dapple.planner.placement import placements
 from dapple.planner.problem import Problem
@@ -78,12 +78,16 @@ def all_bounds(layers: int, stages: int) -> Ints:
 def _in_all_orders(problem: Problem, stages: int) -> Iterator[tuple[Devices, ...]]:
     """`device_sequences` with the machines as they are, the best first, and the best last.
 
-    The policies begin with the first machine, which may be the slowest or the one with least memory.
+    The policies begin with the first machine, which may be the slowest, the one with least memory, or
+    the one with the slowest network card.
     """
     machine = problem.cluster.machine_of_device()
     orders = [
         tuple(dict.fromkeys(machine[d] for d in order)) for order in device_orders(problem.cluster)
     ]
+    rates = card_rates(problem.cluster)
+    for sign in (-1, 1):
+        orders.append(tuple(sorted(range(len(rates)), key=lambda m: (sign * rates[m], m))))
     found: set[tuple[Devices, ...]] = set()
     for order in dict.fromkeys(orders):
         devices = [d for m in order for d in range(len(machine)) if machine[d] == m]

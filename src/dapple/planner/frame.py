@@ -69,18 +69,26 @@ class Frame:
 def device_orders(cluster: Cluster) -> list[Devices]:
     """Machine by machine; the faster devices first, and last; one of each machine in turn.
 
-    The last is left out on large clusters, where it fills every network card.
+    Of equally fast devices those with more memory are ahead, then those behind a faster network card. The last is left out on large clusters, where it fills every network card.
     """
     kinds, machine = cluster.kind_of_device(), cluster.machine_of_device()
     plain = tuple(range(cluster.num_devices))
-    fastest = tuple(sorted(plain, key=lambda d: (-kinds[d].speed, -kinds[d].memory, d)))
-    slowest = tuple(sorted(plain, key=lambda d: (kinds[d].speed, kinds[d].memory, d)))
+    rates = card_rates(cluster)
+    worth = [(kinds[d].speed, kinds[d].memory, rates[machine[d]]) for d in plain]
+    fastest = tuple(sorted(plain, key=lambda d: (*(-value for value in worth[d]), d)))
+    slowest = tuple(sorted(plain, key=lambda d: (*worth[d], d)))
     first = {m: machine.index(m) for m in set(machine)}
     scattered = tuple(sorted(plain, key=lambda d: (d - first[machine[d]], machine[d])))
     orders = [plain, fastest, slowest]
     if cluster.num_devices <= _SCATTERED:
         orders.append(scattered)
     return list(dict.fromkeys(orders))
+
+
+def card_rates(cluster: Cluster) -> list[float]:
+    """Bytes a second of each machine's network card; infinite without one."""
+    cards = [group.outside for group in cluster.machine_groups()]
+    return [card.bandwidth if card else math.inf for card in cards]
 
 
 def choose_step(devices: int, rows: int) -> int:
