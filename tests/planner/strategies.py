@@ -57,6 +57,7 @@ def _layer(draw: st.DrawFn, number: int, points: int, known: bool) -> LayerProfi
         parameter_bytes=draw(st.sampled_from([0, 4, MIB, 50 * MIB, 40 * 2**30])),
         saved_bytes=tuple(saved * (n + 1) for n in range(points)) if known else None,
         optimizer_seconds=draw(st.sampled_from([0.0, 1e-3])),
+        statistics_bytes=draw(st.sampled_from([(), (), (512,), (64, 4096)])),
     )
 
 

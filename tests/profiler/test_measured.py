@@ -114,6 +114,16 @@ def test_a_profile_keeps_what_capture_noticed():
     assert any("rows depend on each other" in note for note in found.notes)
 
 
+def test_batch_norms_tell_the_bytes_that_their_replicas_add_up():
+    """Two numbers per channel, in float32."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+    inputs, targets = (lambda rows: (torch.randn(rows, 4),)), (lambda rows: torch.zeros(rows, 2))
+    workload = Workload("norms", model, inputs, targets, nn.functional.mse_loss)
+    found = profiled(workload, batch_sizes=(2, 3))
+    sizes = {layer.name: layer.statistics_bytes for layer in found.layers}
+    assert sizes == {"0": (), "1": (2 * 6 * FLOAT,), "2": ()}
+
+
 def test_times_are_positive_and_grow_with_the_work():
     """A layer 64 times as large takes longer, forward, backward and update."""
     torch.manual_seed(0)

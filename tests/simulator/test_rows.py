@@ -77,6 +77,25 @@ def test_all_engines_agree_on_plain_schedules(case: tuple[Plan, ModelProfile]):
     same_times(run(costs, made.schedule), rows)
 
 
+def test_batch_norms_of_replicas_add_up_their_statistics_in_every_forward_and_backward():
+    """Of the first of two layers: 2 x 10 bytes at 1 byte/s in the forward, 10 in the backward.
+
+    The second layer's gradients (20 s) are summed from 24 s on, while the first one's backward waits.
+    """
+    profile = chain([1.0] * 2, [2.0] * 2, parameter_bytes=20)
+    first = profile.layers[0].model_copy(update={"statistics_bytes": (10,)})
+    profile = profile.model_copy(update={"layers": (first, profile.layers[1])})
+    found = simulate(plan([2], 2, 1, cluster(2), cuts=[2]), profile)
+    times = {(s.kind, s.start, s.end) for s in found.spans if s.rank == 0}
+    assert {("forward", 0, 22), ("backward", 22, 36)} <= times
+    sums = sorted((s.start, s.end) for s in found.spans if s.kind == "allreduce" and s.rank == 0)
+    assert sums == [pytest.approx((24, 44)), pytest.approx((44, 64))]
+    alone = plan([1, 1], 2, 1, cluster(2))
+    assert predict(alone, profile) == predict(alone, profile.without_statistics())
+    local = simulate(plan([2], 2, 1, cluster(2), cuts=[2]), profile.without_statistics())
+    assert local.step_seconds == pytest.approx(44)
+
+
 def test_virtual_stages_add_up_their_gradients_one_after_the_other():
     """The later stage's at 4 s, when its backward ends; the earlier one's not at 6 s, but after it."""
     profile = chain([1.0] * 2, [2.0] * 2, parameter_bytes=10)

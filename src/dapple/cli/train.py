@@ -131,6 +131,8 @@ class _Session:
         )
         with common.progress("profiling") as report:
             profile, local = profile_locally(request, report)
+        if job.training.batch_norm == "local":
+            profile = profile.without_statistics()
         profile.save(self._folder / "profile.json")
         cluster = cluster or local
         common.save_cluster(cluster, self._folder / "cluster.toml")

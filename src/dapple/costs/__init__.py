@@ -17,6 +17,7 @@ from dapple.costs.pipeline import Channel, GradientSum, PipelineCosts, pipeline_
 from dapple.costs.rank_memory import rank_peak_bytes
 from dapple.costs.rows import overlaps, proportional_rows, split_rows
 from dapple.costs.shards import shard_owners, state_shares, update_seconds
+from dapple.costs.statistics import statistics_seconds
 from dapple.costs.symmetry import merge_equal_replicas
 
 __all__ = [
@@ -44,5 +45,6 @@ __all__ = [
     "split_rows",
     "stage_memory",
     "state_shares",
+    "statistics_seconds",
     "update_seconds",
 ]

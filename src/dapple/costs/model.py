@@ -7,6 +7,7 @@ from typing import NamedTuple
 from dapple.cluster import Cluster
 from dapple.costs.interpolation import bytes_at, seconds_at
 from dapple.costs.network import Network
+from dapple.costs.statistics import statistics_seconds
 from dapple.errors import PlanError
 from dapple.records import ModelProfile, StagePlan
 
@@ -83,6 +84,8 @@ class CostModel:
         self._parameters: dict[Range, int] = {}
         self._buckets: dict[Range, tuple[tuple[int, int], ...]] = {}
         self._optimizer: dict[Range, float] = {}
+        self._statistics: dict[tuple[int, ...], tuple[list[float], list[float]]] = {}
+        self._adds_statistics = any(layer.statistics_bytes for layer in profile.layers)
 
     def stage_seconds(self, start: int, stop: int, rows: float) -> tuple[float, float]:
         """Forward and backward seconds of layers start..stop for `rows` rows at speed 1."""
@@ -105,6 +108,25 @@ class CostModel:
             )
             self._layer_seconds[rows] = found
         return found
+
+    def statistics_seconds(
+        self, start: int, stop: int, devices: tuple[int, ...]
+    ) -> tuple[float, float]:
+        """Seconds that the layers' batch norms take, in a forward and backward, to add up.
+
+        Args:
+            start, stop: the layers.
+            devices: of the stage's replicas.
+        """
+        if not self._adds_statistics or len(devices) == 1:
+            return 0.0, 0.0
+        found = self._statistics.get(devices)
+        if found is None:
+            ring = self.network.ring(devices)
+            found = statistics_seconds(self.profile.layers, ring, len(devices))
+            self._statistics[devices] = found
+        forward, backward = found
+        return sum(forward[start:stop]), sum(backward[start:stop])
 
     def weight_seconds(self, start: int, stop: int, rows: float) -> float:
         """The part of the layers' backward seconds that computes gradients of weights, at speed 1.

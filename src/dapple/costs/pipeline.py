@@ -219,6 +219,7 @@ def _unit_seconds(
 ) -> tuple[tuple[tuple[float, ...], ...], ...]:
     forward, backward, again = [], [], []
     for stage, split in zip(stages, splits, strict=True):
+        sums = model.statistics_seconds(stage.start, stage.stop, stage.devices)
         for replica, device in enumerate(stage.devices):
             speed = model.speeds[device]
             rows = [part[replica] for part in split]
@@ -227,8 +228,16 @@ def _unit_seconds(
                 extra = tuple(model.recompute_seconds(stage, n) / speed for n in rows)
             else:
                 extra = (0.0,) * len(rows)
-            forward.append(tuple(f / speed for f, _ in pairs))
-            backward.append(tuple(b / speed + x for (_, b), x in zip(pairs, extra, strict=True)))
+            # A replica without rows does nothing here, and adds zeros when the others do.
+            waits = [tuple(seconds if n else 0.0 for seconds in sums) for n in rows]
+            forward.append(
+                tuple(f / speed + w for (f, _), (w, _) in zip(pairs, waits, strict=True))
+            )
+            backward.append(
+                tuple(
+                    b / speed + x + w for (_, b), x, (_, w) in zip(pairs, extra, waits, strict=True)
+                )
+            )
             again.append(extra)
     return tuple(forward), tuple(backward), tuple(again)
 
@@ -299,8 +308,11 @@ def _gradient_sums(
             for bucket in model.buckets(stages[number].start, stages[number].stop)
         ]
         for place, (number, first, size) in enumerate(own if len(members) > 1 else ()):
+            begin = stages[number].start
+            waits = model.statistics_seconds(begin, first, members)[1]
             leads = tuple(
-                model.stage_seconds(stages[number].start, first, rows)[1] / model.speeds[device]
+                model.stage_seconds(begin, first, rows)[1] / model.speeds[device]
+                + (waits if rows else 0.0)
                 for rows, device in zip(splits[number][-1], members, strict=True)
             )
             sums.append(GradientSum((number,), size, ring, leads, queued=place > 0))

@@ -33,6 +33,16 @@ class BatchNormSpec:
     channels: int
     dtype: torch.dtype
 
+    @property
+    def pair_bytes(self) -> int:
+        """Bytes of two numbers per channel in the type of the sums."""
+        return 2 * self.channels * sum_dtype(self.dtype).itemsize
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type in which statistics of an input of some type are added up."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
 
 def route_batch_norms(module: fx.GraphModule, route: nn.Module) -> tuple[BatchNormSpec, ...]:
     """Have `route` compute every batch norm in training mode, also those in regions.
@@ -61,17 +71,32 @@ def _route(module: fx.GraphModule, route: nn.Module, found: list[BatchNormSpec])
         if not own:
             module.add_submodule(NAME, route)
             own = True
-        value = node.meta["val"]
         with module.graph.inserting_before(node):
             *inputs, _, momentum, epsilon, _ = node.args
             routed = module.graph.call_module(NAME, (len(found), *inputs, momentum, epsilon))
         routed.meta = dict(node.meta)
         node.replace_all_uses_with(routed)
         module.graph.erase_node(node)
-        found.append(BatchNormSpec(int(value.shape[1]), value.dtype))
+        found.append(_spec(routed))
     if own:
         module.graph.lint()
         module.recompile()
+
+
+def batch_norms(module: nn.Module) -> Iterator[BatchNormSpec]:
+    """The batch norms in training mode of a stage's module, in the order of execution."""
+    for graph in _outermost(module):
+        for node in graph.graph.nodes:
+            bodies = list(_bodies(graph, node))
+            for body in bodies:
+                yield from batch_norms(body)
+            if not bodies and updates_statistics(node):
+                yield _spec(node)
+
+
+def _spec(node: fx.Node) -> BatchNormSpec:
+    value = node.meta["val"]
+    return BatchNormSpec(int(value.shape[1]), value.dtype)
 
 
 def _bodies(module: fx.GraphModule, node: fx.Node) -> Iterator[fx.GraphModule]:

@@ -16,10 +16,10 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from dapple.costs import Network, split_rows
+from dapple.costs import Network, Ring, split_rows, statistics_seconds
 from dapple.costs.model import BUCKET_BYTES, MOST_BUCKETS
 from dapple.planner.exposed import exposed_alone, exposed_seconds
-from dapple.planner.splits import RowSplits
+from dapple.planner.splits import RowSplits, Split
 from dapple.planner.symmetry import Symmetry
 from dapple.planner.traffic import (
     CutBytes,
@@ -318,13 +318,33 @@ class CostTables:
         speeds = [self._kinds[device].speed for device in split.devices]
         shares = tuple(sorted(set(zip(speeds, split.first, split.last, strict=True))))
         return StageTable(
-            **self._stage_seconds(shares),
+            **self._with_statistics(split, ring, self._stage_seconds(shares)),
             optimizer=self.optimizer_prefix / min(speeds),
             least_optimizer=self.optimizer_prefix / max(speeds),
             reduce_fixed=ring.inside_latency + max((a for a, _ in between), default=0.0),
             reduce_per_byte=ring.inside_seconds_per_byte
             + max((b for _, b in between), default=0.0),
         )
+
+    def _with_statistics(
+        self, split: Split, ring: Ring, seconds: dict[str, Floats]
+    ) -> dict[str, Floats]:
+        """With what batch norms take to add up over the replicas; least_forward and -backward without."""
+        layers = self.profile.layers
+        if not any(layer.statistics_bytes for layer in layers):
+            return seconds
+        forward, backward = map(_prefix, statistics_seconds(layers, ring, len(split.devices)))
+        counts = [self.num_first, self.micro_batches - self.num_first]
+        # Micro-batches of which every replica has rows.
+        busy = sum(
+            n for n, rows in zip(counts, (split.first, split.last), strict=True) if min(rows)
+        )
+        return seconds | {
+            "most_backward": seconds["most_backward"] + backward,
+            "likely_forward": seconds["likely_forward"] + forward,
+            "likely_backward": seconds["likely_backward"] + backward,
+            "work": seconds["work"] + busy * (forward + backward),
+        }
 
     def _stage_seconds(self, shares: Shares) -> dict[str, Floats]:
         found = self._seconds.get(shares)

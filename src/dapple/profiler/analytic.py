@@ -78,6 +78,7 @@ def analytic_profile(
             if parameters[i]
             else 0.0,
             parameter_sizes=tuple(parameters[i]),
+            statistics_bytes=passes[-1].statistics[i],
         )
         for i, name in enumerate(graph.layer_names)
     )
@@ -149,6 +150,7 @@ class _Pass:
             chain.run(workspace)
         chain.clear_gradients()
         self.forward, self.backward = watch.forward_seconds, watch.backward_seconds
+        self.statistics = [chain.statistics_bytes(i) for i in range(len(chain.layers))]
         self.saved, self.workspace = saved.bytes, workspace.bytes
 
 

@@ -12,6 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from dapple.graph import LayerGraph, StageProgram
+from dapple.graph.norms import batch_norms
 from dapple.graph.precision import Precision
 from dapple.workload import Workload
 
@@ -80,6 +81,10 @@ class Chain:
         }
         targets = workload.targets(rows) if workload.targets is not None else None
         self._targets = pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), targets)
+
+    def statistics_bytes(self, layer: int) -> tuple[int, ...]:
+        """Of each batch norm of a layer, the bytes of two numbers per channel."""
+        return tuple(norm.pair_bytes for norm in batch_norms(self.layers[layer].module))
 
     def input_storages(self) -> set[int]:
         """Storages of the batch itself, which every rank holds anyway."""

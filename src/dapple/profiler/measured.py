@@ -91,6 +91,7 @@ def measure_profile(
             cast_bytes=casts[i],
             optimizer_seconds=updates[i],
             parameter_sizes=tuple(p.nbytes for p in graph.parameters_of(i).values()),
+            statistics_bytes=chain.statistics_bytes(i),
         )
         for i, name in enumerate(graph.layer_names)
     )

@@ -44,6 +44,8 @@ class LayerProfile(Record):
         optimizer_seconds: time of one optimizer update of the layer's parameters, s.
         parameter_sizes: bytes of each of its parameters, which add up to `parameter_bytes`. None:
             not known.
+        statistics_bytes: per batch norm in training mode the bytes of two numbers per channel, which
+            the replicas of a stage add up for every micro-batch.
     """
 
     name: str
@@ -56,6 +58,7 @@ class LayerProfile(Record):
     cast_bytes: Bytes = 0
     optimizer_seconds: Seconds = 0.0
     parameter_sizes: tuple[Bytes, ...] | None = None
+    statistics_bytes: tuple[Bytes, ...] = ()
 
 
 class TensorProfile(Record):
@@ -158,6 +161,11 @@ class ModelProfile(Record):
                     f"after its producer {tensor.producer} and below {count}"
                 )
         return self
+
+    def without_statistics(self) -> ModelProfile:
+        """The same for batch norms that add up nothing: each replica takes its own statistics."""
+        layers = [layer.model_copy(update={"statistics_bytes": ()}) for layer in self.layers]
+        return self.model_copy(update={"layers": tuple(layers)})
 
     def _check_tied(self) -> None:
         for group in self.tied:

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from dapple.errors import InputError
 from dapple.graph import StageProgram
-from dapple.graph.norms import BatchNormSpec, route_batch_norms
+from dapple.graph.norms import BatchNormSpec, route_batch_norms, sum_dtype
 from dapple.runtime.topology import Topology
 from dapple.runtime.transport import STATISTICS, Transport
 
@@ -95,14 +95,14 @@ class BatchStatistics(nn.Module):
         """Take part in a micro-batch's forward without rows."""
         if not self._alone:
             for spec in self._specs:
-                self._gather(None, spec.channels, _wide(spec.dtype))
+                self._gather(None, spec.channels, sum_dtype(spec.dtype))
 
     def absent_backward(self) -> None:
         """Take part in a micro-batch's backward without rows."""
         if not self._alone:
             for spec in reversed(self._specs):
                 self.add(
-                    torch.zeros(2, spec.channels, dtype=_wide(spec.dtype), device=self._device)
+                    torch.zeros(2, spec.channels, dtype=sum_dtype(spec.dtype), device=self._device)
                 )
 
     def add(self, values: torch.Tensor) -> None:
@@ -133,7 +133,7 @@ class BatchStatistics(nn.Module):
         found = self._current.found
         fresh = position == len(found)
         if fresh:
-            mean, variance, count = self._gather(x, x.shape[1], _wide(x.dtype))
+            mean, variance, count = self._gather(x, x.shape[1], sum_dtype(x.dtype))
             found.append((mean, torch.rsqrt(variance + epsilon), count))
             with torch.no_grad():
                 _update(running_mean, mean, momentum)
@@ -244,10 +244,6 @@ def _others(x: torch.Tensor) -> list[int]:
 def _beside(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """One value per channel, shaped to go with x."""
     return values.view(1, -1, *[1] * (x.dim() - 2))
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _update(running: torch.Tensor | None, value: torch.Tensor, momentum: float) -> None:
