@@ -229,6 +229,21 @@ def test_a_plan_for_more_devices_than_the_job_has_is_refused(tmp_path):
         assert "the plan uses 3 devices, but the job has 2; set devices = 3" in line
 
 
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"schedule": "foo"}, 'schedule "foo" is unknown'),
+        ({"schedule": "none.csv"}, "none.csv does not exist"),
+        ({"virtual": 2}, "virtual is 2"),
+    ],
+)
+def test_a_plan_whose_schedule_cannot_run_is_refused_before_processes_start(tmp_path, change, told):
+    """In one line, not one for each rank."""
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(json.loads(plan_for(2)) | change))
+    assert told in refused_job(JOB, tmp_path, "--plan", path)
+
+
 def test_under_torchrun_a_plan_file_is_needed(tmp_path, monkeypatch):
     """Ranks do not plan: each could come to another plan."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")

@@ -162,8 +162,26 @@ def test_mistakes_are_named() -> None:
     on_ranks(graph, cases.make_plan(graph, (2,), 12, 2), work)
     with pytest.raises(InputError, match="3 examples, fewer than"):
         PlanSampler(Reads([0]), 3, 4)
-    with pytest.raises(InputError, match="seed 1"):
-        PlanSampler(Reads([0]), 8, 4, seed=2).load_state_dict({"step": 0, "seed": 1})
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"seed": 1}, "seed 1, but this sampler has 2"),
+        ({"global_batch_size": 2}, "global_batch_size 2, but this sampler has 4"),
+        ({"dataset_size": 9}, "dataset_size 9, but this sampler has 8"),
+        ({"shuffle": False}, "shuffle False, but this sampler has True"),
+        ({"step": -1}, "step -1"),
+        ({"step": "2"}, "step '2'"),
+    ],
+)
+def test_a_position_in_another_order_of_the_data_is_refused(
+    change: dict[str, Any], told: str
+) -> None:
+    """Some rows would come twice in an epoch, and others never."""
+    sampler = PlanSampler(Reads([0]), 8, 4, seed=2)
+    with pytest.raises(InputError, match=told):
+        sampler.load_state_dict(sampler.state_dict(1) | change)
 
 
 def test_a_job_whose_data_is_a_dataset_reads_its_own_rows() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from dapple.errors import RunError
+from dapple.errors import InputError, RunError
 from dapple.graph import LayerGraph, capture
 from dapple.runtime.stage import StageRunner
 from dapple.runtime.trainer import Trainer
@@ -129,27 +129,157 @@ def held(
     assert cases.global_error(states, dict(plain.state_dict())) < 1e-12
 
 
+@pytest.mark.parametrize("replicas", [(1, 1), (2,), (1, 2)])
+def test_a_loss_that_depends_on_nothing_is_an_error_on_every_rank(replicas: Any) -> None:
+    """One process could not start a backward from it either."""
+    graph, _ = captured(lambda output, target: main_only(output, target).detach(), dead=False)
+
+    def work(trainer: Trainer) -> dict[str, Tensor]:
+        before = {n: v.clone() for n, v in trainer.state_dict().items()}
+        with pytest.raises(InputError, match="the loss of no row depends on"):
+            trainer.step(torch.randn(ROWS, 4).double(), torch.randn(ROWS, 2).double())
+        assert all(v.equal(before[n]) for n, v in trainer.state_dict().items())
+        return before
+
+    on_ranks(graph, cases.make_plan(graph, replicas, ROWS, 2), work, OPTIMIZERS["adamw"])
+
+
+def constant_at_times(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    """Of pieces without a positive target a number that only looks as if it had a gradient."""
+    if bool((target > 0).any()):
+        return main_only(output, target)
+    return torch.zeros((), dtype=torch.float64, requires_grad=True)
+
+
+def test_a_piece_whose_loss_is_a_constant_adds_no_gradient() -> None:
+    """Others of its step do, as in one process that takes the pieces one after the other."""
+    graph, plain = captured(constant_at_times, dead=False)
+    x, y = torch.randn(ROWS, 4).double(), torch.rand(ROWS, 2).double()
+    y[: ROWS // 2] -= 2
+    for part in (slice(0, ROWS // 2), slice(ROWS // 2, ROWS)):
+        (constant_at_times(plain(x[part]), y[part]) / 2).backward()
+    OPTIMIZERS["adamw"](list(plain.parameters())).step()
+
+    def work(trainer: Trainer) -> dict[str, Tensor]:
+        trainer.step(x, y)
+        return trainer.state_dict()
+
+    plan = cases.make_plan(graph, (1, 1), ROWS, 2)
+    states = on_ranks(graph, plan, work, OPTIMIZERS["adamw"])
+    assert cases.global_error(states, dict(plain.state_dict())) < 1e-12
+
+
+def uses(graph: LayerGraph) -> set[tuple[str, int]]:
+    """All that could be certain."""
+    return {(t.name, layer) for t in graph.tensors() if t.needs_grad for layer in t.consumers}
+
+
+class EarlyToo(nn.Module):
+    """Returns what its first layer makes as well, as with output_hidden_states=True."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(5)])
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        early = x = torch.tanh(self.blocks[0](x))
+        for block in self.blocks[1:]:
+            x = torch.tanh(block(x))
+        return self.head(x), early
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda r: f"{r.schedule}-{r.replicas}")
+def test_a_tensor_that_two_stages_read_may_have_a_gradient_from_one(run: Run) -> None:
+    """The use by the next stage is certain, that by the last one is not."""
+    torch.manual_seed(0)
+    plain = EarlyToo().double()
+    torch.manual_seed(0)
+    graph = capture(EarlyToo().double(), torch.randn(4, 4).double(), loss=main_only)
+    torch.manual_seed(1)
+    batches = [(torch.randn(ROWS, 4).double(), torch.randn(ROWS, 2).double()) for _ in range(3)]
+    held(graph, plain, run, batches, "momentum")
+
+
+class ExitToo(EarlyToo):
+    """Returns a second head, on the first block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.exit = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = torch.tanh(self.blocks[0](x))
+        early = self.exit(x)
+        for block in self.blocks[1:]:
+            x = torch.tanh(block(x))
+        return self.head(x), early
+
+
+def in_place(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    """Writes into an output that an earlier stage has made."""
+    return main_only(output, target) + output[1].sub_(target).square().mean()
+
+
+def test_a_loss_may_write_into_what_an_earlier_stage_returns() -> None:
+    """On its rank that tensor is where autograd starts, which must not be written into."""
+    torch.manual_seed(0)
+    plain = ExitToo().double()
+    torch.manual_seed(0)
+    graph = capture(ExitToo().double(), torch.randn(4, 4).double(), loss=in_place)
+    batches = [(torch.randn(ROWS, 4).double(), torch.randn(ROWS, 2).double()) for _ in range(2)]
+    held(graph, plain, Run("", (1, 1, 1), 2, ROWS), batches, "momentum")
+
+
+class NormAside(nn.Module):
+    """A batch norm in a branch that the loss leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.side, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = torch.tanh(self.first(x))
+        return self.head(x), self.norm(self.side(x))
+
+
+@pytest.mark.parametrize("schedule", ["early-backward", "zero-bubble"])
+def test_what_stands_before_a_batch_norm_that_the_loss_leaves_out_is_left_alone(
+    schedule: str,
+) -> None:
+    """Its backward runs on replicas whatever the loss, and has no gradient to give."""
+    torch.manual_seed(0)
+    plain = NormAside().double()
+    torch.manual_seed(0)
+    graph = capture(NormAside().double(), torch.randn(4, 4).double(), loss=main_only)
+    run = Run("", (1, 2), 1, ROWS, schedule=schedule)
+    torch.manual_seed(1)
+    batches = [(torch.randn(ROWS, 4).double(), torch.randn(ROWS, 2).double()) for _ in range(3)]
+    held(graph, plain, run, batches, "adamw")
+
+
 def test_only_what_every_loss_depends_on_is_certain() -> None:
     """The tensor beside the chain is not, since a loss may leave it out."""
     graph, _ = captured(main_only, dead=True)
     certain = graph.certain_gradients()
-    doubtful = {t.name for t in graph.tensors() if t.needs_grad} - certain
+    doubtful = uses(graph) - certain
     assert certain == set()  # a loss of the second output alone needs none of the chain either
-    assert {"sqrt"} <= doubtful
+    assert "sqrt" in {name for name, _ in doubtful}
 
 
 def test_a_chain_is_certain_so_that_it_costs_no_flags() -> None:
     """The models that most people train have one output."""
     model = GPT(vocab=11, width=16, layers=3, heads=2, context=8)
     graph = capture(model, torch.randint(11, (4, 8)), loss=next_byte_loss)
-    assert graph.certain_gradients() == {t.name for t in graph.tensors() if t.needs_grad}
+    assert graph.certain_gradients() == uses(graph)
 
 
 def test_with_a_loss_of_its_own_other_outputs_of_a_model_raise_no_doubt() -> None:
     """Nothing but that loss is trained on."""
     inputs = {"x": torch.randn(4, 6), "labels": torch.randint(3, (4,))}
     graph = capture(cases.LossInside(), inputs)
-    assert graph.certain_gradients() == {t.name for t in graph.tensors() if t.needs_grad}
+    assert graph.certain_gradients() == uses(graph)
 
 
 class Positive(nn.Module):
@@ -174,17 +304,32 @@ def test_a_tensor_that_only_chooses_is_not_certain() -> None:
     graph = choosing()
     first = [t.name for t in graph.tensors() if t.producer == 0]
     assert first
-    assert not graph.certain_gradients() & set(first)
+    assert not set(first) & {name for name, _ in graph.certain_gradients()}
+
+
+class ChooseAndAdd(nn.Module):
+    """What its first layer makes goes on in two ways, of which one has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.table = nn.Linear(4, 4), nn.Linear(4, 4), Positive()
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.first(x)
+        second = self.second(first)
+        result: Tensor = self.table(first) + second
+        return result
 
 
 def test_a_gradient_that_lacks_against_all_certainty_is_an_error() -> None:
     """Zeros in its place could be wrong without a word."""
-    graph = choosing()
-    program = graph.stage(1, graph.num_layers)
+    graph = capture(ChooseAndAdd(), torch.randn(4, 4), loss=F.mse_loss)
+    program = graph.stage(2, graph.num_layers)
     names = [tensor.name for tensor in program.reads]
+    assert len(names) == 2
     runner = StageRunner(program, certain=names)
     received = {t.name: torch.randn(t.shape_for(2)) for t in program.reads}
     _, results = runner.forward(0, 2, {}, received)
-    runner.set_loss(0, F.mse_loss(results[0], torch.randn(2, 2)))
+    runner.set_loss(0, F.mse_loss(results[0], torch.randn(2, 4)))
     with pytest.raises(RunError, match="no gradient"):
         runner.backward(0, [])

@@ -89,6 +89,7 @@ class _Session:
         check_job(self._job)
         if plan is not None:
             self._check_devices("the plan uses", plan.num_devices)
+            _check_schedule(plan)
             self._train(plan, self._folder, self._steps)
             return
         profile, cluster = self._profile(cluster)
@@ -221,6 +222,20 @@ class _Session:
             f"without {seconds:.3f} s ({_shape(free)}): the limit costs a factor of "
             f"{limited_seconds / seconds:.2f}"
         )
+
+
+def _check_schedule(plan: Plan) -> None:
+    """Before processes start; what needs the model is checked by each of them.
+
+    Raises:
+        ScheduleError: the plan's schedule would not end, or is for other stages or micro-batches.
+    """
+    from dapple.schedule import check_schedule, schedule_for
+
+    count = plan.num_micro_batches
+    warmup = [min(stage.warmup, count) for stage in plan.stages]
+    schedule = schedule_for(plan.schedule, count, warmup, plan.positions)
+    check_schedule(schedule, warmup if plan.schedule == "early-backward" else None)
 
 
 def _shape(plan: Plan) -> str:

@@ -1,9 +1,9 @@
-"""Which tensors every loss gives a gradient: found out on the autograd graph of the whole model.
+"""Which uses of tensors every loss gives a gradient: found out on the autograd graph of the whole model.
 
 A loss may leave out some of a model's outputs, and an operator may have no gradient. What only
 they depend on has no gradient then, which is not the same as zeros: an optimizer would let weight
 decay and momentum move a parameter with zeros. Stages tell each other what has none, but only of
-tensors that are not certain.
+uses that are not certain. A tensor that several layers read has a use by each.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from dapple.graph.program import Program
 
+Use = tuple[str, int]
 _Edge = tuple[Any, int]
 
 
@@ -26,8 +27,8 @@ def certain_gradients(
     program: Program,
     inputs: Iterable[tuple[tuple[int, ...], torch.dtype] | Any],
     starts: Callable[[Sequence[Any]], Any],
-) -> frozenset[str]:
-    """Names of the tensors between layers that get a gradient whatever the loss is.
+) -> frozenset[Use]:
+    """(tensor between layers, layer that reads it), of all that get a gradient whatever the loss is.
 
     The whole program runs on tensors that have shape and type but no values. Where it can't,
     nothing is certain.
@@ -37,10 +38,9 @@ def certain_gradients(
         inputs: (shape, type) of tensors, and constants as they are, in order.
         starts: from the model's flat outputs to those of which a loss depends on one at least.
     """
-    tensors = {node.name for node in program.boundary_tensors()}
     if any(program.opaque_layers(layer, layer + 1) for layer in range(program.num_layers)):
         return frozenset()  # what runs inside need not be able to do without values
-    runner = _Edges(program.module, tensors)
+    runner = _Edges(program)
     with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()), torch.enable_grad():
         # On the devices of the capture, which the program's own constants may name.
         arguments = [
@@ -59,23 +59,43 @@ def certain_gradients(
     if not trained:
         return frozenset()
     reached = set.intersection(*(_reached(value) for value in trained))
-    return frozenset(name for name, edge in runner.edges.items() if edge in reached)
+    return frozenset(use for use, edge in runner.edges.items() if edge in reached)
 
 
 class _Edges(fx.Interpreter):
-    """Notes where gradients of some tensors would go."""
+    """Notes where gradients of some tensors would come from.
 
-    def __init__(self, module: fx.GraphModule, names: set[str]) -> None:
-        super().__init__(module)
-        self._names = names
-        self.edges: dict[str, _Edge] = {}
+    Each layer is handed a view of its own of what it reads from others.
+    """
 
-    def run_node(self, n: fx.Node) -> Any:
-        """Compute a node."""
-        value = super().run_node(n)
-        if n.name in self._names and value.grad_fn is not None:
-            self.edges[n.name] = (value.grad_fn, value.output_nr)
-        return value
+    def __init__(self, program: Program) -> None:
+        super().__init__(program.module)
+        self._layer_of = program.layer_of
+        self._last = program.num_layers - 1
+        self._views: dict[Use, torch.Tensor] = {}
+        self.edges: dict[Use, _Edge] = {}
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
+        """What a node is called with."""
+        layer = self._last if n.op == "output" else self._layer_of.get(n)
+        if layer is None:
+            return super().fetch_args_kwargs_from_env(n)
+
+        def handed(node: fx.Node) -> Any:
+            value = self.env[node]
+            if self._layer_of.get(node, layer) == layer or not isinstance(value, torch.Tensor):
+                return value
+            return self._view((node.name, layer), value)
+
+        return fx.map_arg(n.args, handed), fx.map_arg(n.kwargs, handed)
+
+    def _view(self, use: Use, value: torch.Tensor) -> torch.Tensor:
+        if not value.requires_grad:
+            return value
+        if use not in self._views:
+            view = self._views[use] = value.view_as(value)
+            self.edges[use] = (view.grad_fn, view.output_nr)
+        return self._views[use]
 
     def fetch_attr(self, target: str) -> Any:
         """A parameter or buffer without its values."""

@@ -123,8 +123,8 @@ class LayerGraph:
         """The types of the model's tensors by name, when it runs on a device within a context."""
         return dtypes_under(self._program(training), self._input_kinds(), context, device)
 
-    def certain_gradients(self) -> frozenset[str]:
-        """Names of tensors that every loss gives a gradient, in training mode."""
+    def certain_gradients(self) -> frozenset[tuple[str, int]]:
+        """(tensor, layer that reads it), of all that every loss gives a gradient in training."""
 
         def starts(results: Sequence[Any]) -> Any:
             return results if self.loss is not None else own_loss(self.unflatten_outputs(results))

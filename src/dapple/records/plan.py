@@ -32,7 +32,7 @@ class StagePlan(Record):
     devices: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=1)
     warmup: Count = 1
     recompute: bool | tuple[tuple[int, int], ...] = False
-    rows: tuple[Annotated[float, Field(le=1e9)], ...] | None = None
+    rows: tuple[Annotated[float, Field(ge=0, le=1e9)], ...] | None = None
     shard: Literal["none", "optimizer"] = "none"
 
     @field_validator("shard", mode="before")

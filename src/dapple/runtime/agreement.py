@@ -139,11 +139,17 @@ def _mark(parameter: torch.Tensor) -> torch.Tensor:
 
 
 class GlobalLoss(NamedTuple):
-    """Of a global batch: its loss and metrics, NaN if no row has weight."""
+    """Of a global batch: its loss and metrics, NaN if no row has weight.
+
+    Attributes:
+        has_weight: some row has.
+        has_gradient: the loss of some piece depends on the model.
+    """
 
     loss: float
     metrics: dict[str, float]
     has_weight: bool
+    has_gradient: bool
 
 
 def start_global_loss(
@@ -159,21 +165,22 @@ def start_global_loss(
         transport: the network.
         device: this rank's device.
     """
-    sums = torch.zeros(2 + len(metrics), dtype=torch.float64)
+    sums = torch.zeros(3 + len(metrics), dtype=torch.float64)
     if batch.objective is not None:
         sums[0] = batch.objective.share()
         sums[1] = float(batch.objective.has_weight)
+        sums[2] = float(batch.objective.has_gradient)
         if batch.objective.metrics is not None:
             shares = batch.objective.metrics.shares
-            sums[2:] = torch.tensor([shares[name] for name in metrics], dtype=torch.float64)
+            sums[3:] = torch.tensor([shares[name] for name in metrics], dtype=torch.float64)
     sums = sums.to(device)
     pending = transport.sum(sums, tuple(range(transport.world_size)))
 
     def wait() -> GlobalLoss:
         pending.wait()
-        loss, pieces, *found = sums.tolist()
+        loss, pieces, trained, *found = sums.tolist()
         if not pieces:
             loss, found = math.nan, [math.nan] * len(found)
-        return GlobalLoss(loss, dict(zip(metrics, found, strict=True)), bool(pieces))
+        return GlobalLoss(loss, dict(zip(metrics, found, strict=True)), bool(pieces), bool(trained))
 
     return wait

@@ -57,6 +57,9 @@ class Objective:
         probe: is shown one piece's (rows, results, targets, loss), to check the loss function.
         scale: what the loss is multiplied by before the backward, against underflow in fp16.
         metrics: takes further numbers of each piece; None: there are none.
+
+    Attributes:
+        has_gradient: the loss of some piece so far needs a backward.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class Objective:
         self._probe = probe
         self._scale = scale
         self._share = torch.zeros_like(total)
+        self.has_gradient = False
         self.metrics = metrics
 
     def loss(self, micro_batch: int, rows: slice, results: tuple[Any, ...]) -> torch.Tensor | None:
@@ -88,14 +92,18 @@ class Objective:
             return None
         self._ready()
         targets = self._targets_of(rows)
+        before = _versions(results)
         loss = self._loss_of(results, targets)
         if self._probe is not None:
-            self._probe(rows, results, targets, loss.detach())
+            # A loss that writes into the outputs can't be tried on them once more.
+            if _versions(results) == before:
+                self._probe(rows, results, targets, loss.detach())
             self._probe = None
         if loss.dtype in (torch.float16, torch.bfloat16):
             loss = loss.float()  # shares of it would be rounded to three digits
         weighted = loss * (weight / self._total).to(loss.dtype)
         self._share += weighted.detach()
+        self.has_gradient |= weighted.requires_grad
         if self.metrics is not None:
             self.metrics.add(results, targets, weight / float(self._total))
         return weighted * self._scale if self._scale != 1 else weighted
@@ -111,6 +119,11 @@ class Objective:
         # for.
         self._ready()
         return self._share
+
+
+def _versions(results: Sequence[Any]) -> list[int]:
+    """How often each tensor has been written into."""
+    return [value._version for value in results if isinstance(value, torch.Tensor)]
 
 
 def loss_mixes_rows(

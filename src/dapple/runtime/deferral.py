@@ -165,10 +165,14 @@ class _Deferring(torch.autograd.Function):
         # Under autocast the output's type is the one that is computed in.
         ctx.save_for_backward(inputs.to(output.dtype))
         ctx.held = held
+        ctx.set_materialize_grads(False)
         return output
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
+        if gradient is None:
+            # A batch norm behind it has a backward, though the loss does not depend on it.
+            return None, None, None
         (inputs,) = ctx.saved_tensors
         held, needed = ctx.held, ctx.needs_input_grad[1]
 

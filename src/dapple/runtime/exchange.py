@@ -38,7 +38,7 @@ class Boundaries:
         reads: (tensor, its producer's stage).
         makes: (tensor, its consumers' stages, ascending).
         producers, consumers: the stages of all reads, of all makes, ascending.
-        certain: names of tensors whose gradient never lacks.
+        certain: (tensor, stage that reads it), of all whose gradient from there never lacks.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Boundaries:
         stage: int,
         reads: Iterable[BoundaryTensor],
         makes: Iterable[BoundaryTensor],
-        certain: Collection[str] = (),
+        certain: Collection[tuple[str, int]] = (),
     ) -> None:
         stage_of = topology.stage_of_layer
         self.stage = stage
@@ -58,6 +58,11 @@ class Boundaries:
         ]
         self.producers = sorted({producer for _, producer in self.reads})
         self.consumers = sorted({consumer for _, stages in self.makes for consumer in stages})
+
+    @property
+    def certain_reads(self) -> set[str]:
+        """Names of tensors that this stage reads and is certain to have a gradient for."""
+        return {t.name for t, _ in self.reads if (t.name, self.stage) in self.certain}
 
 
 class Exchange:
@@ -235,12 +240,12 @@ class Exchange:
     def _doubtful(
         self, message: Message, tensors: Sequence[BoundaryTensor]
     ) -> list[BoundaryTensor]:
-        """Of a message's tensors those whose gradient may lack."""
+        """Of a message's tensors those whose gradient, from the stage that sends it, may lack."""
         if not message.is_gradient:
             return []
         here = message.source if message.source in self._boundaries else message.target
         certain = self._boundaries[here].certain
-        return [tensor for tensor in tensors if tensor.name not in certain]
+        return [tensor for tensor in tensors if (tensor.name, message.source) not in certain]
 
     def _peers(
         self, tensors: Iterable[BoundaryTensor], micro_batch: int, here: int, there: int

@@ -136,7 +136,7 @@ class Parts:
                 device,
                 recorder,
                 self._splits_backward,
-                self.training.boundaries[stage].certain,
+                self.training.boundaries[stage].certain_reads,
             )
             for stage, program in self.training.programs.items()
         }
@@ -196,7 +196,8 @@ class Parts:
             again = recomputed_ranges(layers, self._graph.num_layers) if training else ()
             program = self._graph.stage(layers.start, layers.stop, training, again)
             programs[stage] = self._precision.program(self._graph, program, training)
-        certain = self._graph.certain_gradients() if training and links else ()
+        uses = self._graph.certain_gradients() if training and links else ()
+        certain = {(name, topology.stage_of_layer(layer)) for name, layer in uses}
         boundaries = {
             stage: Boundaries(topology, stage, program.reads, program.makes, certain)
             for stage, program in programs.items()

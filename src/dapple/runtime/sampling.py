@@ -10,7 +10,7 @@ its inputs on the stages that take inputs, its targets on the last stage.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 import torch
@@ -86,20 +86,33 @@ class PlanSampler(Sampler[list[int]]):
 
     def state_dict(self, steps_done: int) -> dict[str, int]:
         """What a checkpoint keeps: the steps that were trained, not those that were read ahead."""
-        return {"step": steps_done, "seed": self._seed}
+        return {"step": steps_done, **self._order_of()}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on where a run with the same dataset and batch size was.
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on where a run was, over the same data in the same order.
 
         Raises:
-            InputError: the state was made with another seed.
+            InputError: the state was made for another order, or holds no number of steps.
         """
-        if state["seed"] != self._seed:
-            raise InputError(
-                f"the position was saved with seed {state['seed']}, but this sampler has "
-                f"{self._seed}; the order of the data would be another one"
-            )
-        self.step = state["step"]
+        for name, own in self._order_of().items():
+            if state.get(name) != own:
+                raise InputError(
+                    f"the position was saved with {name} {state.get(name)}, but this sampler has "
+                    f"{own}: rows would come twice or never; make it as it was, or start anew"
+                )
+        step = state.get("step")
+        if not isinstance(step, int) or step < 0:
+            raise InputError(f"the position holds step {step!r}; it has to be a number from 0 on")
+        self.step = step
+
+    def _order_of(self) -> dict[str, int]:
+        """What the order of the data depends on."""
+        return {
+            "seed": self._seed,
+            "dataset_size": self._size,
+            "global_batch_size": self._batch,
+            "shuffle": self._shuffle,
+        }
 
     def _order(self, epoch: int) -> list[int]:
         if not self._shuffle:

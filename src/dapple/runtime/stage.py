@@ -108,9 +108,20 @@ class StageRunner:
             self._statistics.begin(micro_batch)
         with self._random_state_kept():
             made, results = self.program(rows, inputs, received, seed)
+        if results:
+            results = self._free(results, leaves)
         edges = tuple(get_gradient_edge(t) if t.requires_grad else None for t in made)
         self._in_flight[micro_batch] = _InFlight(tuple(leaves), edges)
         return tuple(t.detach() for t in made), results
+
+    @staticmethod
+    def _free(results: tuple[Any, ...], leaves: list[torch.Tensor | None]) -> tuple[Any, ...]:
+        """The model's outputs, with copies of what came from earlier stages as it is.
+
+        A loss may write into an output, which autograd forbids for the tensors that it starts from.
+        """
+        given = {id(leaf) for leaf in leaves if leaf is not None}
+        return tuple(value.clone() if id(value) in given else value for value in results)
 
     def evaluate(
         self, rows: int, inputs: Mapping[str, Any], received: Mapping[str, torch.Tensor]
@@ -190,6 +201,8 @@ class StageRunner:
             self._deferred.run(micro_batch)
 
     def _check(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        if self.program.has_results and all(gradient is None for gradient in gradients):
+            return  # this piece's loss is a constant
         for tensor, gradient in zip(self.program.reads, gradients, strict=True):
             if gradient is None and tensor.needs_grad and tensor.name in self._certain:
                 raise RunError(
