@@ -93,7 +93,7 @@ class Beside(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.side, self.shift = nn.Linear(6, 4), nn.Linear(4, 4)
+        self.side, self.shift = nn.Linear(6, 4), nn.Linear(4, 4, bias=False)
         self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)])
         self.head = nn.Linear(6, 4)
 
