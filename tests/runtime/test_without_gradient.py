@@ -129,10 +129,20 @@ def held(
     assert cases.global_error(states, dict(plain.state_dict())) < 1e-12
 
 
-@pytest.mark.parametrize("replicas", [(1, 1), (2,), (1, 2)])
-def test_a_loss_that_depends_on_nothing_is_an_error_on_every_rank(replicas: Any) -> None:
-    """One process could not start a backward from it either."""
-    graph, _ = captured(lambda output, target: main_only(output, target).detach(), dead=False)
+def detached(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    return main_only(output, target).detach()
+
+
+def leaf(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    return detached(output, target).requires_grad_()
+
+
+@pytest.mark.parametrize(
+    ("loss", "replicas"), [(detached, (1, 1)), (leaf, (1, 1)), (detached, (2,)), (leaf, (1, 2))]
+)
+def test_a_loss_that_depends_on_nothing_is_an_error_on_every_rank(loss: Any, replicas: Any) -> None:
+    """Nothing is updated; one process could not start a backward from it, or would do nothing."""
+    graph, _ = captured(loss, dead=False)
 
     def work(trainer: Trainer) -> dict[str, Tensor]:
         before = {n: v.clone() for n, v in trainer.state_dict().items()}

@@ -99,10 +99,13 @@ class Objective:
             if _versions(results) == before:
                 self._probe(rows, results, targets, loss.detach())
             self._probe = None
+        constant = loss.grad_fn is None  # also one that asks for gradients itself
         if loss.dtype in (torch.float16, torch.bfloat16):
             loss = loss.float()  # shares of it would be rounded to three digits
         weighted = loss * (weight / self._total).to(loss.dtype)
         self._share += weighted.detach()
+        if constant:
+            weighted = weighted.detach()
         self.has_gradient |= weighted.requires_grad
         if self.metrics is not None:
             self.metrics.add(results, targets, weight / float(self._total))

@@ -201,8 +201,6 @@ class StageRunner:
             self._deferred.run(micro_batch)
 
     def _check(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        if self.program.has_results and all(gradient is None for gradient in gradients):
-            return  # this piece's loss is a constant
         for tensor, gradient in zip(self.program.reads, gradients, strict=True):
             if gradient is None and tensor.needs_grad and tensor.name in self._certain:
                 raise RunError(
