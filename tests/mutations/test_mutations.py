@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from dapple.runtime import exchange, objectives, sums
+from dapple.runtime import exchange, incoming, objectives, sums
 from dapple.runtime.batch import Objective
 from dapple.runtime.gradients import GradientBuffers
 from dapple.runtime.layout import Layout
@@ -60,7 +60,7 @@ def swap_the_order_of_pieces(patch: Patch) -> None:
         def cat(tensors: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
             return torch.cat(tensors[::-1], dim)
 
-    patch.setattr(exchange, "torch", Swapped())
+    patch.setattr(incoming, "torch", Swapped())
 
 
 def average_one_sum(number: int) -> Callable[[Patch], None]:
@@ -116,7 +116,7 @@ def add_up_one_consumer_only(patch: Patch) -> None:
         values = [incoming.take() for incoming in row if not incoming.is_empty]
         return values[0] if values else None
 
-    patch.setattr(exchange, "_added", first)
+    patch.setattr(exchange, "added", first)
 
 
 def give_targets_of_other_rows(patch: Patch) -> None:
