@@ -13,7 +13,8 @@ last stage) on small clusters, see `relaxed`, and over (layers, devices) on larg
 the cluster's), and the tied parameters' AllReduce.
 
 All M count, one range of equal micro-batches after the other, the ones that need the fewest
-devices by `fluid` first; most ranges are done with by that.
+devices by `fluid` first; most ranges are done with by that. The search asks as well, before it looks
+at an M: what is found out then is not found out again.
 """
 
 from __future__ import annotations
@@ -35,19 +36,49 @@ _SMALL = 1_000
 """Devices x layers up to which the replicas of the last stage are part of the state."""
 
 
-def lower_bound(problem: Problem, step_seconds: float, micro_batches: int) -> float:
+class Prospects:
+    """What each range of M allows, found out when it is asked for.
+
+    Args:
+        problem: profile, cluster and batch; with a given micro-batch size M is given too.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self._total = units_of(problem).total
+        self.checks = [_Check(problem, low, high) for low, high in ranges(problem)]
+
+    def allow(self, micro_batches: int, step_seconds: float) -> bool:
+        """Whether a step of so many seconds may be possible; False: it is not, with this M."""
+        check = next(check for check in self.checks if check.holds(micro_batches))
+        return self.may_reach(check, step_seconds) and check.allows(step_seconds)
+
+    def may_reach(self, check: _Check, step_seconds: float) -> bool:
+        """Whether the cluster has as many devices as that takes."""
+        return check.needed(step_seconds) <= self._total
+
+
+def lower_bound(
+    problem: Problem,
+    step_seconds: float,
+    micro_batches: int,
+    prospects: Prospects | None = None,
+) -> float:
     """Seconds below which no plan's step can lie.
 
     Args:
         problem: profile, cluster and batch; with a given micro-batch size M is given too.
         step_seconds: the step of some plan; the bound is never above.
         micro_batches: M of that plan. Its range is looked at first, since it probably decides.
+        prospects: of the same problem, with what is known already.
     """
-    checks = [_Check(problem, low, high) for low, high in ranges(problem)]
-    checks.sort(key=lambda check: (not check.holds(micro_batches), check.needed(step_seconds)))
+    prospects = prospects or Prospects(problem)
+
+    def order(check: _Check) -> tuple[bool, float]:
+        return not check.holds(micro_batches), check.needed(step_seconds)
+
     bound = step_seconds
-    for check in checks:
-        if check.needed(bound) <= units_of(problem).total:
+    for check in sorted(prospects.checks, key=order):
+        if prospects.may_reach(check, bound):
             bound = check.lowered(bound)
     return bound
 
@@ -65,6 +96,7 @@ class _Check:
         self._found = all_shares(problem, low, high)
         tables, speed = problem.layer_tables, max(problem.speeds)
         self._fluid = Fluid.of(self._found, speed, bool(tables.linked[1:-1].all()))
+        self._refuted = 0.0
 
     def needed(self, target: float) -> float:
         """Units of the cluster's devices that a step of so many seconds takes at least."""
@@ -81,9 +113,15 @@ class _Check:
             return lambda target: meets(relaxed, target)
         return Demand.of(self._problem, self._found).meets
 
+    def allows(self, target: float) -> bool:
+        """Whether some plan may take so many seconds; what is shorter than what none can, none can."""
+        if target > self._refuted and not self._meets(target):
+            self._refuted = target
+        return target > self._refuted
+
     def lowered(self, high: float) -> float:
         """The largest T, up to a factor, that no plan with these M meets, if it is below `high`."""
-        if not self._meets(high):
+        if not self.allows(high):
             return high
         least = self._fluid.least_seconds(units_of(self._problem).total, high)
         low, ratio = max(high / _CLOSE, least), _CLOSE

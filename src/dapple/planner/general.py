@@ -1,6 +1,7 @@
 """The search that scales: dynamic programme for many M, then the simulator and local changes.
 
-1. for every M, on few cuts: layouts from the dynamic programme, ranked by the estimate
+1. for every M, on few cuts: layouts from the dynamic programme, ranked by the estimate; not for
+   those M with which, by the lower bound, nothing can be faster than what was simulated before
 2. for the best few M, on all cuts, in every device order: more of them
 3. the best of all, on different devices, are improved by the estimate alone
 4. the best estimates are simulated, and changed while that helps: see `local`
@@ -9,11 +10,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from dapple.planner.certificate import Prospects
 from dapple.planner.climb import climb
 from dapple.planner.cuts import better_cuts, better_cuts_of_all
 from dapple.planner.dynamic import trade_off
@@ -65,6 +68,8 @@ class GeneralSearch:
 
     problem: Problem
     judge: Judge
+    prospects: Prospects | None = None  # to leave out M by; None: all are looked at
+    _shortest: float = math.inf
     _estimates: dict[Layout, float] = field(default_factory=dict)
     _frames: dict[tuple[Devices, int, int], Frame] = field(default_factory=dict)
     _grids: dict[tuple[Devices, int, int, int], Grid] = field(default_factory=dict)
@@ -79,8 +84,11 @@ class GeneralSearch:
         self._scout()
         self._split_in_two()
         for place, count in enumerate(self._best_counts()):
+            if self._is_hopeless(count):
+                continue
             everywhere = place < _IN_EVERY_ORDER or self.problem.speeds_differ
             self._look_closely(count, everywhere)
+            self._simulate_best()
         for layout in self._on_different_devices(self._ranked(), _CLIMBED):
             self._estimate(climb(self.problem, layout))
         best = LocalSearch(self.problem, self.judge).run(self._estimates)
@@ -122,7 +130,24 @@ class GeneralSearch:
         for count in problem.micro_batch_counts:
             self._estimate([Layout((0, problem.num_layers), (everything,), count)])
         for count in sorted(problem.micro_batch_counts, key=self._fill_and_work):
-            self._scout_count(count)
+            if not self._is_hopeless(count):
+                self._scout_count(count)
+                self._simulate_best()
+
+    def _is_hopeless(self, count: int) -> bool:
+        """No plan with this M is faster than one that was simulated: it is not worth a look."""
+        if self.prospects is None or math.isinf(self._shortest):
+            return False
+        return not self.prospects.allow(count, self._shortest * (1 - 1e-9))
+
+    def _simulate_best(self) -> None:
+        """Simulate the best estimate so far, so that other M can be found hopeless."""
+        if self.prospects is None or not self._estimates:
+            return
+        best = min(self._estimates, key=lambda layout: (self._estimates[layout], layout))
+        seconds = self.judge.seconds(best)
+        if seconds is not None:
+            self._shortest = min(self._shortest, seconds)
 
     def _fill_and_work(self, count: int) -> float:
         """About how long a step must take: the work spread over all devices, and a part of it."""

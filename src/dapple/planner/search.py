@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from dapple.cluster import Cluster
 from dapple.errors import InputError, MemoryPlanError
 from dapple.planner.baselines import BASELINES, FIXED_SCHEDULES, candidates
-from dapple.planner.certificate import lower_bound
+from dapple.planner.certificate import Prospects, lower_bound
 from dapple.planner.collecting import seldom_collecting
 from dapple.planner.contest import Candidate, Contest, better
 from dapple.planner.general import GeneralSearch
@@ -28,6 +28,8 @@ ANY = "any"
 """Instead of a schedule: whichever is best."""
 _EVERY = (("early-backward", 1), ("gpipe", 1), ("zero-bubble", 1))
 """Schedules of one stage per device."""
+_ASKING = 32
+"""Most devices where the search asks the lower bound which M to look at; on more that takes longer than looking."""
 PLANNERS = ("dapple", *BASELINES)
 """Names for `make_plan(planner=...)`."""
 
@@ -171,11 +173,15 @@ def search(
         recompute=recompute,
         shard=shard,
     )
+    # Other schedules are looked for among all that early backward was; rows may be unequal as well.
+    asks = options.certificate and plain and not problem.speeds_differ
+    asks = asks and problem.num_devices <= _ASKING
+    prospects = Prospects(problem) if planner == "dapple" and asks else None
     runs = [Contest(problem)]
     if planner != "dapple":
         runs[0].try_baselines([planner])
     else:
-        _search(runs[0], options)
+        _search(runs[0], options, prospects)
     runs[0].tune()
     if planner == "dapple" and options.proportional and problem.speeds_differ:
         runs.append(_proportional(runs[0], options))
@@ -195,18 +201,19 @@ def search(
     if planner in FORMULAS:
         notes += (expected(problem, best.layout, planner, predicted.step_seconds),)
     if planner == "dapple" and options.certificate:
-        bound = lower_bound(problem, predicted.step_seconds, plan.num_micro_batches)
+        seconds, count = predicted.step_seconds, plan.num_micro_batches
+        bound = lower_bound(problem, seconds, count, prospects)
         predicted = predicted.model_copy(update={"lower_bound_seconds": bound})
     plan = plan.model_copy(update={"predicted": predicted, "notes": notes})
     return SearchResult(plan, runs[0].candidates, refusals)
 
 
-def _search(run: Contest, options: SearchOptions) -> None:
+def _search(run: Contest, options: SearchOptions, prospects: Prospects | None) -> None:
     """Baselines, then every layout if they are few, else the general search."""
     if options.baselines:
         run.try_baselines(candidates(run.problem), postpone=True)
     if not (options.exact and run.try_all()):
-        GeneralSearch(run.problem, run).run(run.starts)
+        GeneralSearch(run.problem, run, prospects).run(run.starts)
     run.try_postponed()
 
 
