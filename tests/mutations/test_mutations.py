@@ -26,6 +26,9 @@ GPT = Run("gpt", (3, 2), 5, 13, optimizer="sgd")
 # A skip over the middle stage, and pieces of unequal size.
 SKIP = Run("skip", (2, 1, 3), 4, 13, optimizer="sgd", split="early")
 
+# Tensors past all cuts that the loss leaves out.
+BESIDE = Run("beside", (2, 1), 5, 13)
+
 
 def drop_the_weight(patch: Patch) -> None:
     """Every piece counts the same: a mean of means."""
@@ -119,6 +122,11 @@ def add_up_one_consumer_only(patch: Patch) -> None:
     patch.setattr(exchange, "added", first)
 
 
+def take_zeros_for_a_gradient(patch: Patch) -> None:
+    """Nobody hears that a tensor has no gradient; the zeros in its place are taken for one."""
+    patch.setattr(incoming.Incoming, "is_none", lambda self: False)
+
+
 def give_targets_of_other_rows(patch: Patch) -> None:
     """The last stage's targets are shifted by one row against its inputs."""
     original = Objective.loss
@@ -155,6 +163,7 @@ MUTATIONS: list[tuple[Callable[[Patch], None], Run]] = [
     (keep_the_last_micro_batch_only, SKIP),
     (keep_old_gradients, SKIP),
     (add_up_one_consumer_only, SKIP),
+    (take_zeros_for_a_gradient, BESIDE),
     (give_targets_of_other_rows, GPT),
     (take_inputs_of_other_rows, SKIP),
 ]

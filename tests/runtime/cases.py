@@ -250,6 +250,13 @@ OPTIMIZERS = {
 }
 
 
+DECAYED = {
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+}
+"""Those that move a parameter whose gradient is zeros rather than none."""
+
+
 @functools.cache
 def reference(name: str, all_rows: tuple[int, ...], optimizer: str) -> tuple[Any, list[float]]:
     """Parameters and losses of one process that takes each step's global batch whole."""

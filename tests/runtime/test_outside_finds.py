@@ -16,11 +16,6 @@ from dapple.runtime.trainer import Trainer
 from tests.runtime import cases
 from tests.runtime.threads import OwnCopy, ThreadTransport, on_ranks, run_threads, sgd
 
-DECAYED = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
-}
-
 
 class UnusedHead(nn.Module):
     """A second head whose output the loss does not read, and a prefix without gradients."""
@@ -44,7 +39,7 @@ def first_output(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("replicas", [(1, 1), (2, 1), (1, 2)])
-@pytest.mark.parametrize("optimizer", list(DECAYED))
+@pytest.mark.parametrize("optimizer", list(cases.DECAYED))
 def test_parameters_without_gradient_are_not_decayed(optimizer: str, replicas: Any) -> None:
     """An optimizer skips them on one device, so it does in a pipeline."""
     torch.manual_seed(0)
@@ -52,7 +47,7 @@ def test_parameters_without_gradient_are_not_decayed(optimizer: str, replicas: A
     x, y = torch.randn(8, 4).double(), torch.randn(8, 2).double()
     torch.manual_seed(0)
     graph = capture(UnusedHead().double(), x[:4], loss=first_output)
-    update = DECAYED[optimizer](list(plain.parameters()))
+    update = cases.DECAYED[optimizer](list(plain.parameters()))
     for _ in range(3):
         update.zero_grad()
         first_output(plain(x), y).backward()
@@ -64,7 +59,7 @@ def test_parameters_without_gradient_are_not_decayed(optimizer: str, replicas: A
         return {n: v.clone() for n, v in trainer.state_dict().items()}
 
     plan = cases.make_plan(graph, replicas, 8, 2)
-    states = on_ranks(graph, plan, work, DECAYED[optimizer])
+    states = on_ranks(graph, plan, work, cases.DECAYED[optimizer])
     assert cases.global_error(states, dict(plain.state_dict())) < 1e-12
 
 

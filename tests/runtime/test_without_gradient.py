@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -21,10 +21,6 @@ from tests.runtime.threads import on_ranks
 
 ROWS = 8
 MARK = 1000.0
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
-}
 
 
 class Sideways(nn.Module):
@@ -110,7 +106,7 @@ def held(
     optimizer: str,
 ) -> None:
     """A plan's parameters after some steps are those of one process."""
-    update = OPTIMIZERS[optimizer](list(plain.parameters()))
+    update = cases.DECAYED[optimizer](list(plain.parameters()))
     assert graph.loss is not None
     for x, y in batches:
         update.zero_grad()
@@ -125,7 +121,7 @@ def held(
     plan = cases.make_plan(
         graph, run.replicas, ROWS, run.num_micro_batches, schedule=run.schedule, virtual=run.virtual
     )
-    states = on_ranks(graph, plan, work, OPTIMIZERS[optimizer])
+    states = on_ranks(graph, plan, work, cases.DECAYED[optimizer])
     assert cases.global_error(states, dict(plain.state_dict())) < 1e-12
 
 
@@ -151,7 +147,7 @@ def test_a_loss_that_depends_on_nothing_is_an_error_on_every_rank(loss: Any, rep
         assert all(v.equal(before[n]) for n, v in trainer.state_dict().items())
         return before
 
-    on_ranks(graph, cases.make_plan(graph, replicas, ROWS, 2), work, OPTIMIZERS["adamw"])
+    on_ranks(graph, cases.make_plan(graph, replicas, ROWS, 2), work, cases.DECAYED["adamw"])
 
 
 def constant_at_times(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
@@ -168,14 +164,14 @@ def test_a_piece_whose_loss_is_a_constant_adds_no_gradient() -> None:
     y[: ROWS // 2] -= 2
     for part in (slice(0, ROWS // 2), slice(ROWS // 2, ROWS)):
         (constant_at_times(plain(x[part]), y[part]) / 2).backward()
-    OPTIMIZERS["adamw"](list(plain.parameters())).step()
+    cases.DECAYED["adamw"](list(plain.parameters())).step()
 
     def work(trainer: Trainer) -> dict[str, Tensor]:
         trainer.step(x, y)
         return trainer.state_dict()
 
     plan = cases.make_plan(graph, (1, 1), ROWS, 2)
-    states = on_ranks(graph, plan, work, OPTIMIZERS["adamw"])
+    states = on_ranks(graph, plan, work, cases.DECAYED["adamw"])
     assert cases.global_error(states, dict(plain.state_dict())) < 1e-12
 
 

@@ -80,6 +80,7 @@ class _Session:
     def run(self, plan_file: Path | None) -> None:
         """Everything, in order."""
         from dapple.records import Plan, load_record
+        from dapple.schedule import planned_schedule
 
         path = plan_file or (None if self._job.plan.file == "auto" else Path(self._job.plan.file))
         plan = load_record(Plan, path) if path is not None else None
@@ -89,7 +90,9 @@ class _Session:
         check_job(self._job)
         if plan is not None:
             self._check_devices("the plan uses", plan.num_devices)
-            _check_schedule(plan)
+            # Before processes start; what needs the model is checked by each of them.
+            warmup = [stage.warmup for stage in plan.stages]
+            planned_schedule(plan.schedule, plan.num_micro_batches, warmup, plan.positions)
             self._train(plan, self._folder, self._steps)
             return
         profile, cluster = self._profile(cluster)
@@ -222,20 +225,6 @@ class _Session:
             f"without {seconds:.3f} s ({_shape(free)}): the limit costs a factor of "
             f"{limited_seconds / seconds:.2f}"
         )
-
-
-def _check_schedule(plan: Plan) -> None:
-    """Before processes start; what needs the model is checked by each of them.
-
-    Raises:
-        ScheduleError: the plan's schedule would not end, or is for other stages or micro-batches.
-    """
-    from dapple.schedule import check_schedule, schedule_for
-
-    count = plan.num_micro_batches
-    warmup = [min(stage.warmup, count) for stage in plan.stages]
-    schedule = schedule_for(plan.schedule, count, warmup, plan.positions)
-    check_schedule(schedule, warmup if plan.schedule == "early-backward" else None)
 
 
 def _shape(plan: Plan) -> str:

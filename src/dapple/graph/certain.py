@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from dapple.graph.program import Program
+from dapple.graph.valueless import InputKind, Valueless
 
 Use = tuple[str, int]
 _Edge = tuple[Any, int]
@@ -25,35 +24,27 @@ _Edge = tuple[Any, int]
 
 def certain_gradients(
     program: Program,
-    inputs: Iterable[tuple[tuple[int, ...], torch.dtype] | Any],
+    inputs: Iterable[InputKind],
     starts: Callable[[Sequence[Any]], Any],
 ) -> frozenset[Use]:
     """(tensor between layers, layer that reads it), of all that get a gradient whatever the loss is.
 
-    The whole program runs on tensors that have shape and type but no values. Where it can't,
-    nothing is certain.
+    The whole program runs without values. Where it can't, nothing is certain.
 
     Args:
         program: the exported model, in training mode.
-        inputs: (shape, type) of tensors, and constants as they are, in order.
+        inputs: what it is given, in order.
         starts: from the model's flat outputs to those of which a loss depends on one at least.
     """
     if any(program.opaque_layers(layer, layer + 1) for layer in range(program.num_layers)):
         return frozenset()  # what runs inside need not be able to do without values
     runner = _Edges(program)
-    with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()), torch.enable_grad():
-        # On the devices of the capture, which the program's own constants may name.
-        arguments = [
-            torch.empty(value[0], dtype=value[1], device=node.meta["val"].device)
-            if isinstance(value, tuple)
-            else value
-            for value, node in zip(inputs, program.placeholders, strict=True)
-        ]
-        try:
-            outputs = runner.run(*arguments, enable_io_processing=False)
-        except Exception:
-            # An operator that needs values: being in doubt costs messages, nothing else.
-            return frozenset()
+    try:
+        with torch.enable_grad():
+            outputs = runner.run_on(inputs)
+    except Exception:
+        # An operator that needs values: being in doubt costs messages, nothing else.
+        return frozenset()
     flat = pytree.tree_leaves(starts(outputs))
     trained = [v for v in flat if isinstance(v, torch.Tensor) and v.requires_grad]
     if not trained:
@@ -62,14 +53,14 @@ def certain_gradients(
     return frozenset(use for use, edge in runner.edges.items() if edge in reached)
 
 
-class _Edges(fx.Interpreter):
+class _Edges(Valueless):
     """Notes where gradients of some tensors would come from.
 
     Each layer is handed a view of its own of what it reads from others.
     """
 
     def __init__(self, program: Program) -> None:
-        super().__init__(program.module)
+        super().__init__(program)
         self._layer_of = program.layer_of
         self._last = program.num_layers - 1
         self._views: dict[Use, torch.Tensor] = {}
@@ -96,13 +87,6 @@ class _Edges(fx.Interpreter):
             view = self._views[use] = value.view_as(value)
             self.edges[use] = (view.grad_fn, view.output_nr)
         return self._views[use]
-
-    def fetch_attr(self, target: str) -> Any:
-        """A parameter or buffer without its values."""
-        value = super().fetch_attr(target)
-        if isinstance(value, torch.Tensor):
-            return torch.empty_like(value).requires_grad_(value.requires_grad)
-        return value
 
 
 def _reached(value: torch.Tensor) -> set[_Edge]:

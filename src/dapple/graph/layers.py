@@ -20,6 +20,7 @@ from dapple.graph.nodes import attribute
 from dapple.graph.program import BoundaryTensor, Program
 from dapple.graph.results import OutputSpec, output_specs
 from dapple.graph.stage import StageProgram, build_stage
+from dapple.graph.valueless import InputKind
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
@@ -312,7 +313,7 @@ class LayerGraph:
         first = (names[0] for names in self.original_names().values())
         return {n: state[n] for n in first if id(state[n]) not in read}
 
-    def _input_kinds(self) -> list[Any]:
+    def _input_kinds(self) -> list[InputKind]:
         return [(i.shape, i.dtype) if i.dtype else i.constant for i in self.inputs]
 
     def _program(self, training: bool) -> Program:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from dapple.planner.cuts import better_cuts, better_cuts_of_all
@@ -21,7 +21,11 @@ _KEPT = 3
 """Layouts of each round that the caller hears of."""
 
 
-def climb(problem: Problem, layout: Layout) -> Iterator[Layout]:
+Around = Callable[[Problem, Layout], list[tuple[float, Layout]]]
+"""From a layout to those around it with their estimates, best first."""
+
+
+def climb(problem: Problem, layout: Layout, around: Around | None = None) -> Iterator[Layout]:
     """The best layouts on the way from one to a better one, with whichever policy suits them.
 
     Cuts alone are a narrow neighbourhood: with one device more in a stage, all cuts may have to
@@ -30,11 +34,13 @@ def climb(problem: Problem, layout: Layout) -> Iterator[Layout]:
     Args:
         problem: what is planned.
         layout: where to begin.
+        around: the changes; None: `changed`.
     """
+    around = around or changed
     seconds, layout = better_cuts(problem, layout, problem.policies(layout))
     yield layout
     for _ in range(_ROUNDS):
-        tried = changed(problem, layout)
+        tried = around(problem, layout)
         yield from (other for _, other in tried[:_KEPT])
         if not tried or tried[0][0] >= seconds * (1 - 1e-9):
             return
@@ -44,20 +50,25 @@ def climb(problem: Problem, layout: Layout) -> Iterator[Layout]:
 
 def changed(problem: Problem, layout: Layout) -> list[tuple[float, Layout]]:
     """A device moved or another M, each with the best of the cuts around; best estimate first."""
-    policies = problem.policies(layout)
     focus = slowest_stages(problem, layout)
     others = {
         (other.devices, other.micro_batches): other
         for other in (*moved_devices(problem, layout, focus), *other_counts(problem, layout))
     }
     others.pop((layout.devices, layout.micro_batches), None)
-    found = [replace(other, shard=layout.shard) for other in others.values()]
-    return sorted(better_cuts_of_all(problem, found, policies, _CUT_ROUNDS))
+    return best_cuts(problem, layout, others.values())
 
 
 def reshaped(problem: Problem, layout: Layout) -> list[tuple[float, Layout]]:
     """The best of those with more or fewer stages, each with the best of the cuts around."""
     focus = slowest_stages(problem, layout)
-    others = [*dict.fromkeys(other_lengths(problem, layout, focus))]
-    others = [replace(other, shard=layout.shard) for other in others]
-    return sorted(better_cuts_of_all(problem, others, problem.policies(layout), 1))[:_RESHAPED]
+    others = dict.fromkeys(other_lengths(problem, layout, focus))
+    return best_cuts(problem, layout, others, rounds=1)[:_RESHAPED]
+
+
+def best_cuts(
+    problem: Problem, layout: Layout, others: Iterable[Layout], rounds: int = _CUT_ROUNDS
+) -> list[tuple[float, Layout]]:
+    """Changes of a layout, each with the best of the cuts around; best estimate first."""
+    found = [replace(other, shard=layout.shard) for other in others]
+    return sorted(better_cuts_of_all(problem, found, problem.policies(layout), rounds))

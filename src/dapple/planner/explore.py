@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import replace
 
+from dapple.planner.climb import best_cuts, climb
 from dapple.planner.cuts import better_cuts, better_cuts_of_all
 from dapple.planner.estimate import slowest_stages
 from dapple.planner.layout import Layout
@@ -19,10 +19,8 @@ from dapple.planner.problem import Problem
 from dapple.planner.traffic import Devices
 
 Guess = tuple[float, Layout]
-_CUT_ROUNDS, _START_ROUNDS = 2, 3
-"""How many cuts are moved in a row, of layouts that are tried and of those to begin with."""
-_UPHILL = 6
-"""How often a layout is changed in a row."""
+_START_ROUNDS = 3
+"""How many cuts of layouts to begin with are moved in a row."""
 _EXPANDED, _PATIENCE = 16, 6
 """Layouts whose surroundings are looked at, best first; so many at most without a better one."""
 _LIMIT = 1.1
@@ -34,21 +32,12 @@ _POLISHED = 3
 
 
 def uphill(problem: Problem, layout: Layout) -> Iterator[Layout]:
-    """The best layouts on the way from one to a better one.
+    """As `climb`, with every change that is known here."""
 
-    Args:
-        problem: what is planned.
-        layout: where to begin.
-    """
-    seconds, layout = better_cuts(problem, layout, problem.policies(layout))
-    yield layout
-    for _ in range(_UPHILL):
-        tried = _around(problem, layout, {_place(layout)}, every_count=True)
-        yield from (other for _, other in tried[:_POLISHED])
-        if not tried or tried[0][0] >= seconds * (1 - 1e-9):
-            return
-        seconds, layout = better_cuts(problem, tried[0][1], problem.policies(layout))
-        yield layout
+    def around(problem: Problem, layout: Layout) -> list[Guess]:
+        return _around(problem, layout, {_place(layout)}, every_count=True)
+
+    return climb(problem, layout, around)
 
 
 def best_first(problem: Problem, layouts: Sequence[Layout]) -> Iterator[Layout]:
@@ -97,5 +86,4 @@ def _around(
         exchanged_devices(problem, layout),
     )
     others = {_place(other): other for other in changes if _place(other) not in known}
-    found = [replace(other, shard=layout.shard) for other in others.values()]
-    return sorted(better_cuts_of_all(problem, found, problem.policies(layout), _CUT_ROUNDS))
+    return best_cuts(problem, layout, others.values())

@@ -69,7 +69,8 @@ class Frame:
 def device_orders(cluster: Cluster) -> list[Devices]:
     """Machine by machine; the faster devices first, and last; one of each machine in turn.
 
-    Of equally fast devices those with more memory are ahead, then those behind a faster network card. The last is left out on large clusters, where it fills every network card.
+    Of equally fast devices those with more memory are ahead, then those behind a faster network card.
+    The last order is left out on large clusters, where it fills every network card.
     """
     kinds, machine = cluster.kind_of_device(), cluster.machine_of_device()
     plain = tuple(range(cluster.num_devices))

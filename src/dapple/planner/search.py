@@ -28,8 +28,8 @@ ANY = "any"
 """Instead of a schedule: whichever is best."""
 _EVERY = (("early-backward", 1), ("gpipe", 1), ("zero-bubble", 1))
 """Schedules of one stage per device."""
-_ASKING = 32
-"""Most devices where the search asks the lower bound which M to look at; on more that takes longer than looking."""
+_FEW_DEVICES = 32
+"""Up to so many the search asks the lower bound which M to look at; on more looking is faster."""
 PLANNERS = ("dapple", *BASELINES)
 """Names for `make_plan(planner=...)`."""
 
@@ -41,7 +41,7 @@ class SearchOptions:
     Attributes:
         baselines: the baselines are candidates, so that the answer is never worse.
         exact: look at all layouts where there are few enough.
-        certificate: compute a lower bound on the step of all plans.
+        certificate: compute a lower bound on the step of all plans, and look at no M that it rules out.
         proportional: look at rows in proportion to speed, where devices differ.
     """
 
@@ -175,7 +175,7 @@ def search(
     )
     # Other schedules are looked for among all that early backward was; rows may be unequal as well.
     asks = options.certificate and plain and not problem.speeds_differ
-    asks = asks and problem.num_devices <= _ASKING
+    asks = asks and problem.num_devices <= _FEW_DEVICES
     prospects = Prospects(problem) if planner == "dapple" and asks else None
     runs = [Contest(problem)]
     if planner != "dapple":

@@ -95,8 +95,9 @@ class Trials:
         return self._known[key]
 
     def seconds(self, start: Start, stages: Stages) -> float:
-        """The simulated step of stages as they are; infinite if they do not fit."""
-        return math.inf if self._too_full(start, stages) else self._seconds(start, stages, True)
+        """The simulated step of stages as they are; infinite if they or the schedule do not fit."""
+        full = self._too_full(start, stages)
+        return math.inf if full is None or full else self._seconds(start, stages, True)
 
     def _simulate(
         self, key: tuple[int, Stages], start: Start, stages: Stages, always: bool

@@ -151,6 +151,20 @@ class GlobalLoss(NamedTuple):
     has_weight: bool
     has_gradient: bool
 
+    def trains(self) -> bool:
+        """Whether the batch gave gradients; without weight it gives none.
+
+        Raises:
+            InputError: rows have weight, but the loss of none depends on the model.
+        """
+        if self.has_weight and not self.has_gradient:
+            raise InputError(
+                "the loss of no row depends on the model's parameters, so there is nothing to train "
+                "on; look for a detach, or for a constant that the loss returns, or give such rows "
+                "weight 0"
+            )
+        return self.has_weight
+
 
 def start_global_loss(
     batch: Batch, metrics: Sequence[str], transport: Transport, device: torch.device

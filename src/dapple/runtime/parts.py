@@ -21,7 +21,7 @@ from dapple.runtime.stage import StageRunner
 from dapple.runtime.statistics import BatchNormRule, BatchStatistics
 from dapple.runtime.topology import Topology
 from dapple.runtime.wiring import links_between_stages
-from dapple.schedule import Link, Room, Schedule, check_schedule, schedule_for
+from dapple.schedule import Link, Room, Schedule, planned_schedule
 
 
 @dataclass(frozen=True)
@@ -117,10 +117,10 @@ class Parts:
             ScheduleError: it would not end, or is for other stages or micro-batches.
         """
         plan = self._topology.plan
-        warmup = [min(stage.warmup, num_micro_batches) for stage in plan.stages]
-        schedule = schedule_for(plan.schedule, num_micro_batches, warmup, plan.positions)
-        bound = warmup if plan.schedule == "early-backward" else None
-        return schedule, check_schedule(schedule, bound, self._links)
+        warmup = [stage.warmup for stage in plan.stages]
+        return planned_schedule(
+            plan.schedule, num_micro_batches, warmup, plan.positions, self._links
+        )
 
     def runners(
         self,

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dapple.errors import InputError
 from dapple.graph import LayerGraph, SeedLayer
 from dapple.graph.precision import Precision, PrecisionName
 from dapple.records import Plan, Timeline
@@ -391,7 +390,7 @@ class Trainer:
         verdict = Verdict()
         if update:
             verdict = self._update(whole)
-        self._has_weight = not update and (self._has_weight or _trains(whole()))
+        self._has_weight = not update and (self._has_weight or whole().trains())
         self._steps += 1
         self.last_step_seconds = time.perf_counter() - begin
         self._last_micro_batches = layout.num_micro_batches
@@ -421,7 +420,7 @@ class Trainer:
         # Until the last rank has done its part, which is no time of a sum.
         # Without weight the last stage has no gradients, and earlier ones may have zeros.
         verdict = Verdict(empty=True)
-        if _trains(whole()) or self._has_weight:
+        if whole().trains() or self._has_weight:
             with self._recorder.span("allreduce"):
                 verdict = self._updating.agree()
         self._progress.set("optimizer", None)
@@ -444,17 +443,3 @@ class Trainer:
         states = self.optimizer.state.values() if self.optimizer is not None else ()
         moments = (v for s in states for v in s.values() if isinstance(v, torch.Tensor))
         return [*self.parts.tensors(), *self._gradients.buffers(), *moments]
-
-
-def _trains(whole: GlobalLoss) -> bool:
-    """Whether a global batch gave gradients.
-
-    Raises:
-        InputError: rows have weight, but the loss of none depends on the model; on each rank.
-    """
-    if whole.has_weight and not whole.has_gradient:
-        raise InputError(
-            "the loss of no row depends on the model's parameters, so there is nothing to train on; "
-            "look for a detach, or for a constant that the loss returns, or give such rows weight 0"
-        )
-    return whole.has_weight

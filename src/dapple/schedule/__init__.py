@@ -3,7 +3,7 @@
 from dapple.schedule.actions import Action, Schedule
 from dapple.schedule.check import check_schedule
 from dapple.schedule.messages import Link, Message, Progress, Room, Routes
-from dapple.schedule.planned import schedule_for
+from dapple.schedule.planned import planned_schedule, schedule_for
 from dapple.schedule.policies import (
     SCHEDULES,
     early_backward,
@@ -31,6 +31,7 @@ __all__ = [
     "is_file",
     "load_schedule",
     "make_schedule",
+    "planned_schedule",
     "save_schedule",
     "schedule_for",
     "warmup_counts",

@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from dapple.errors import ScheduleError
 from dapple.schedule.actions import Schedule
+from dapple.schedule.check import check_schedule
+from dapple.schedule.messages import Link, Room
 from dapple.schedule.policies import make_schedule
 from dapple.schedule.table import is_file, load_schedule
+
+
+def planned_schedule(
+    name: str,
+    num_micro_batches: int,
+    warmup: Sequence[int],
+    positions: Sequence[Sequence[int]],
+    links: Iterable[Link] | None = None,
+) -> tuple[Schedule, Room]:
+    """The schedule that a plan's step follows, proved to end, and the room for messages it needs.
+
+    Args:
+        name, num_micro_batches, positions: as for `schedule_for`.
+        warmup: K_i per stage of the plan; a step of fewer micro-batches has no more in flight.
+        links: which stages exchange tensors; None: each stage with the next one.
+
+    Raises:
+        FileError, ScheduleError: as `schedule_for` and `check_schedule`.
+    """
+    counts = [min(count, num_micro_batches) for count in warmup]
+    schedule = schedule_for(name, num_micro_batches, counts, positions)
+    return schedule, check_schedule(schedule, counts if name == "early-backward" else None, links)
 
 
 def schedule_for(
