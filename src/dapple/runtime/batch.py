@@ -92,7 +92,7 @@ class Objective:
             return None
         self._ready()
         targets = self._targets_of(rows)
-        before = _versions(results)
+        before = _versions(results) if self._probe is not None else []
         loss = self._loss_of(results, targets)
         if self._probe is not None:
             # A loss that writes into the outputs can't be tried on them once more.

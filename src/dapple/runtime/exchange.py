@@ -39,6 +39,7 @@ class Boundaries:
         makes: (tensor, its consumers' stages, ascending).
         producers, consumers: the stages of all reads, of all makes, ascending.
         certain: (tensor, stage that reads it), of all whose gradient from there never lacks.
+        in_doubt: some gradient that is sent or received here may lack.
     """
 
     def __init__(
@@ -58,6 +59,9 @@ class Boundaries:
         ]
         self.producers = sorted({producer for _, producer in self.reads})
         self.consumers = sorted({consumer for _, stages in self.makes for consumer in stages})
+        uses = [(t, stage) for t, _ in self.reads]
+        uses += [(t, consumer) for t, consumers in self.makes for consumer in consumers]
+        self.in_doubt = any(t.needs_grad and (t.name, reader) not in certain for t, reader in uses)
 
     @property
     def certain_reads(self) -> set[str]:
@@ -210,9 +214,11 @@ class Exchange:
 
     def _send_flags(self, message: Message, parts: _Parts) -> _Sends:
         """Tell who gets gradients of doubtful tensors which of them are none."""
+        doubtful = self._doubtful(message, [tensor for tensor, _ in parts])
+        if not doubtful:
+            return []
         sends: _Sends = []
         stages = message.source, message.target
-        doubtful = self._doubtful(message, [tensor for tensor, _ in parts])
         given = {tensor.name: value is not None for tensor, value in parts}
         for peer in self._peers(doubtful, message.micro_batch, *stages):
             flags = torch.tensor(
@@ -241,9 +247,9 @@ class Exchange:
         self, message: Message, tensors: Sequence[BoundaryTensor]
     ) -> list[BoundaryTensor]:
         """Of a message's tensors those whose gradient, from the stage that sends it, may lack."""
-        if not message.is_gradient:
-            return []
         here = message.source if message.source in self._boundaries else message.target
+        if not message.is_gradient or not self._boundaries[here].in_doubt:
+            return []
         certain = self._boundaries[here].certain
         return [tensor for tensor in tensors if (tensor.name, message.source) not in certain]
 
