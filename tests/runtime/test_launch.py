@@ -6,7 +6,7 @@ import pytest
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from dapple.errors import InputError, RunError
+from dapple.errors import FileError, InputError, RunError
 from dapple.runtime.launch import launch
 
 
@@ -31,3 +31,10 @@ def test_the_exit_code_of_the_ranks_is_passed_on(
     """A mistake stays a mistake, a failure a failure; the ranks are named with their codes."""
     with pytest.raises(kind, match=f"rank 0 with {code}"):
         launch(1, module, [argument])
+
+
+def test_what_every_rank_refuses_is_told_once(capfd: pytest.CaptureFixture[str]) -> None:
+    """By the launcher, as the ranks' own error; they print nothing."""
+    with pytest.raises(FileError, match=r"^none.toml does not exist; check the path$"):
+        launch(2, "dapple", ["train", "none.toml"])
+    assert capfd.readouterr() == ("", "")

@@ -42,7 +42,9 @@ def run() -> NoReturn:
     except RankFailure as error:
         code = error.exit_code  # the rank's monitor has told it
     except DappleError as error:
-        fail(str(error), error.exit_code)
+        code = error.exit_code
+        if not _left_to_launcher(error):
+            fail(str(error), code)
     except KeyboardInterrupt:
         code = _INTERRUPTED
     except _UsageErrors as error:
@@ -62,6 +64,15 @@ def fail(message: str, exit_code: int) -> NoReturn:
     sys.stderr.write(f"dapple: error: {text}\n")
     sys.stderr.flush()
     sys.exit(exit_code)
+
+
+def _left_to_launcher(error: DappleError) -> bool:
+    """This is a rank of `dapple train`, whose launcher tells the error."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return False
+    from dapple.runtime.launch import tell_launcher  # a rank has loaded torch anyway
+
+    return tell_launcher(error)
 
 
 def _usage(error: Any) -> str:
