@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from dapple.errors import DappleError, FileError
-from dapple.files import describe_validation, read_text
+from dapple.files import check_output, describe_validation, read_text
 from dapple.planner import ANY, PLANNERS
 from dapple.planner.memory import OPTIMIZER_STATE
 from dapple.schedule import SCHEDULES, is_file
@@ -237,6 +237,17 @@ class Job(_Section):
     scheduler: SchedulerSection | None = None
     metrics: Annotated[dict[str, FunctionPath], AfterValidator(_metric_names)] = {}
     training: TrainingSection
+
+
+def check_results(folder: Path) -> None:
+    """Find out before hours of training that what a run leaves in its folder can't be written.
+
+    Raises:
+        FileError: some of it can't be; names it.
+    """
+    for name in ("plan.json", "metrics.jsonl", "timeline.json", "trace.json", "weights.pt"):
+        check_output(folder / name)
+    check_output(folder / "weights.sharded", folder=True)
 
 
 def load_job(path: str | Path) -> Job:

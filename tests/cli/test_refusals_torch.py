@@ -218,6 +218,13 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     assert "cannot write" in refused_job(JOB, tmp_path, "--output", tmp_path / "file" / "run")
 
 
+@pytest.mark.parametrize("name", ["weights.pt", "timeline.json", "trace.json"])
+def test_a_result_that_cannot_be_written_is_refused_before_the_run(name: str, tmp_path):
+    """Also those of its end, hours later."""
+    (tmp_path / "run" / name).mkdir(parents=True)
+    assert f"{name}: it is a folder; choose another path" in refused_job(JOB, tmp_path)
+
+
 def test_a_plan_for_more_devices_than_the_job_has_is_refused(tmp_path):
     """From the job or from the command line; with all remedies."""
     path = tmp_path / "plan.json"

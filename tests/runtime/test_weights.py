@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from dapple.errors import FileError, InputError
 from dapple.graph import capture
 from dapple.runtime.trainer import Trainer
 from tests.graph.models import CASES
@@ -100,3 +101,66 @@ def test_saved_weights_load_strictly_into_the_plain_model(
     for n, value in plain.state_dict().items():
         assert torch.equal(value, trained[n]), n
     assert [p.name for p in (tmp_path / path).parent.iterdir()] == [Path(path).name]
+
+
+def test_a_path_that_cannot_be_written_leaves_the_trainer_as_it_was(tmp_path: Path) -> None:
+    """A typed error on every rank, also if only another one can't; then training goes on."""
+    (tmp_path / "file").write_text("")
+    graph, example = cases.build("mlp"), cases.EXAMPLES["mlp"]
+
+    def work(trainer: Trainer) -> None:
+        below = tmp_path / "file" / "weights.pt"
+        with pytest.raises(FileError, match=r"cannot write .*weights.pt: .*; choose another path"):
+            trainer.save_weights(below)
+        with pytest.raises(FileError, match="it is a file, and a folder is to be made"):
+            trainer.save_weights(tmp_path / "file")
+        mine = below if trainer.rank == 1 else tmp_path / "weights.pt"
+        told = r"rank 1 cannot write .*; choose a path that" if trainer.rank == 0 else "choose"
+        with pytest.raises(FileError, match=told):
+            trainer.save_weights(mine)
+        trainer.step(*example.batch(12, 0))
+
+    on_ranks(graph, cases.make_plan(graph, (1, 1), 12, 2), work)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_weights_that_do_not_fit_are_told_and_the_old_ones_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the parts of the ranks fail, or the file that is made of them."""
+    graph = cases.build("mlp")
+
+    def is_full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    def work(trainer: Trainer) -> None:
+        trainer.save_weights(tmp_path / "weights.pt")
+        monkeypatch.setattr("dapple.runtime.weights.dcp_to_torch_save", is_full)
+        with pytest.raises(FileError, match=r"weights.pt: No space left on device; choose"):
+            trainer.save_weights(tmp_path / "weights.pt")
+        (tmp_path / "weights" / ".metadata" / "taken").mkdir(parents=True)
+        with pytest.raises(FileError, match=r"weights: .* directory.*; choose another path"):
+            trainer.save_weights(tmp_path / "weights")
+
+    on_ranks(graph, cases.make_plan(graph, (1,), 12, 2), work)
+    assert saved_state(tmp_path / "weights.pt")
+
+
+def test_after_close_a_call_is_refused_and_weights_can_still_be_saved(tmp_path: Path) -> None:
+    """Nobody watches the ranks any more: a failure of one would leave the others waiting."""
+    graph, (x, y) = cases.build("mlp"), cases.EXAMPLES["mlp"].batch(12, 0)
+
+    def work(trainer: Trainer) -> None:
+        trainer.close()
+        calls = {
+            "step": lambda: trainer.step(x, y),
+            "evaluate": lambda: trainer.evaluate(x, y),
+            "predict": lambda: trainer.predict(x),
+        }
+        for name, call in calls.items():
+            with pytest.raises(InputError, match=rf"{name} was called after close\(\), .*; close"):
+                call()
+        trainer.save_weights(tmp_path / "weights.pt")
+
+    on_ranks(graph, cases.make_plan(graph, (1,), 12, 2), work)
+    assert saved_state(tmp_path / "weights.pt")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -12,7 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dapple.errors import FileError, InputError
+from dapple.errors import InputError
+from dapple.files import cannot_write
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -160,9 +160,7 @@ def save_cluster(cluster: Cluster, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(cluster.to_toml(), encoding="utf-8")
     except OSError as error:
-        raise FileError(
-            f"cannot write {path}: {error.strerror or error}; choose another path"
-        ) from error
+        raise cannot_write(path, error) from error
 
 
 def _devices(name: str, count: str) -> int:
@@ -179,26 +177,6 @@ def check_rows(rows: int, what: str) -> None:
     """
     if rows > MOST_ROWS:
         raise InputError(f"{what} {rows} is too large; use at most {MOST_ROWS}")
-
-
-def check_output(path: Path) -> None:
-    """Find out before the work, not after it, that a result can't be written.
-
-    Raises:
-        FileError: the file can't be made.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, "it is a folder")
-        if path.exists() and not path.is_file():
-            raise OSError(errno.EINVAL, "it is no regular file")
-        if not os.access(path.parent, os.W_OK):
-            raise PermissionError(errno.EACCES, f"no permission to write into {path.parent}")
-    except OSError as error:
-        raise FileError(
-            f"cannot write {path}: {error.strerror or error}; choose another path"
-        ) from error
 
 
 def require_torch(verb: str) -> None:
@@ -226,9 +204,7 @@ def write_json(path: Path, value: Any) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(value) + "\n", encoding="utf-8")
     except OSError as error:
-        raise FileError(
-            f"cannot write {path}: {error.strerror or error}; choose another path"
-        ) from error
+        raise cannot_write(path, error) from error
 
 
 @contextmanager

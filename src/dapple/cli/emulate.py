@@ -9,6 +9,7 @@ import typer
 
 from dapple.cli import common, options
 from dapple.errors import InputError, PlanError
+from dapple.files import check_output
 
 if TYPE_CHECKING:
     from dapple.records import ModelProfile, Plan
@@ -54,7 +55,8 @@ def emulate(
     simulate(found, costs, spans=False)
     emulated = emulated_profile(costs, time_scale=time_scale, byte_scale=byte_scale)
     local = _on_ranks(found)
-    common.check_output(output / "plan.json")
+    for name in ("plan.json", "profile.json", "cluster.toml", "timeline.json", "trace.json"):
+        check_output(output / name)
     emulated.save(output / "profile.json")
     local.save(output / "plan.json")
     (output / "timeline.json").unlink(missing_ok=True)

@@ -9,6 +9,7 @@ import typer
 
 from dapple.cli import common, options
 from dapple.cli.analytic import costs_of
+from dapple.files import check_output
 
 
 def plan(
@@ -76,7 +77,7 @@ def plan(
 
     common.check_rows(global_batch_size, "global batch size")
     if output is not None:
-        common.check_output(output)
+        check_output(output)
     machines = common.find_cluster(cluster)
     costs = costs_of(profile, profile_batch_size, model, args, device, machines)
     if memory is not None:

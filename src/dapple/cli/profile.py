@@ -10,6 +10,7 @@ import typer
 from dapple.cli import common, options
 from dapple.cli.analytic import make_profile
 from dapple.errors import InputError
+from dapple.files import check_output
 
 if TYPE_CHECKING:
     from dapple.records import ModelProfile
@@ -49,7 +50,7 @@ def profile(
     sizes = (
         common.parse_batch_sizes(batch_sizes, "--batch-sizes") if batch_sizes is not None else None
     )
-    common.check_output(output)
+    check_output(output)
     arguments = common.parse_arguments(args)
     if device == "cpu":
         if dtype is not None:

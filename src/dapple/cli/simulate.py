@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from dapple.cli import common, options
+from dapple.files import check_output
 
 
 def simulate(
@@ -60,7 +61,7 @@ def simulate(
 
     for path in (trace, export_schedule, picture):
         if path is not None:
-            common.check_output(path)
+            check_output(path)
     if picture is not None:
         check_picture(picture)
     ran = load_record(Timeline, measured) if measured is not None else None

@@ -79,6 +79,7 @@ class _Session:
 
     def run(self, plan_file: Path | None) -> None:
         """Everything, in order."""
+        from dapple.job import check_results
         from dapple.records import Plan, load_record
         from dapple.schedule import planned_schedule
 
@@ -86,7 +87,7 @@ class _Session:
         plan = load_record(Plan, path) if path is not None else None
         cluster = None if plan is not None else self._named_cluster()
         # Before minutes of profiling: everything else that the job names is there.
-        common.check_output(self._folder / "metrics.jsonl")
+        check_results(self._folder)
         check_job(self._job)
         if plan is not None:
             self._check_devices("the plan uses", plan.num_devices)

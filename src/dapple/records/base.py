@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dapple.errors import FileError
-from dapple.files import describe_validation, read_text
+from dapple.files import cannot_write, describe_validation, read_text
 
 R = TypeVar("R", bound="Record")
 
@@ -32,9 +32,7 @@ class Record(BaseModel):
             partial.write_text(self.to_json() + "\n", encoding="utf-8")
             partial.replace(target)
         except OSError as error:
-            raise FileError(
-                f"cannot write {target}: {error.strerror or error}; choose another path"
-            ) from error
+            raise cannot_write(target, error) from error
 
     def to_json(self) -> str:
         """The record as indented JSON; fields that are not set are left out."""

@@ -6,7 +6,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from dapple.errors import FileError, InputError
+from dapple.errors import InputError
+from dapple.files import cannot_write
 from dapple.records import Timeline
 
 PICTURES = (".svg", ".png", ".pdf")
@@ -75,6 +76,4 @@ def save_picture(path: str | os.PathLike[str], timelines: Mapping[str, Timeline]
         try:
             figure.savefig(path, dpi=_RESOLUTION, metadata=metadata)
         except OSError as error:
-            raise FileError(
-                f"cannot write {path}: {error.strerror or error}; choose another path"
-            ) from error
+            raise cannot_write(path, error) from error

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dapple.errors import FileError, InputError
 from dapple.graph import LayerGraph, SeedLayer
 from dapple.graph.precision import Precision, PrecisionName
 from dapple.records import Plan, Timeline
@@ -55,7 +56,7 @@ from dapple.runtime.topology import Topology
 from dapple.runtime.transport import Transport
 from dapple.runtime.update import UpdateRules, Verdict, make_update
 from dapple.runtime.watch import Watch, watch_ranks
-from dapple.runtime.weights import write_weights
+from dapple.runtime.weights import why_not_written, write_weights
 from dapple.runtime.window import Handed
 from dapple.runtime.wiring import check_model, connect, tied_ranks
 
@@ -137,6 +138,7 @@ class Trainer:
         self._metrics = dict(metrics or {})
         self._seed = seed
         self._steps = 0
+        self._is_closed = False
         self._precision = Precision(precision, self.device)
         self._told = {
             "the plan": plan_in_words(plan),
@@ -221,6 +223,7 @@ class Trainer:
 
         A rank that ends without it, other than by an error, closes at its exit.
         """
+        self._is_closed = True
         self._watch.close()
 
     @property
@@ -262,7 +265,7 @@ class Trainer:
             InputError: the batch does not fit the captured model, or a parameter that was frozen
                 at first is frozen no longer.
         """
-        handed = self._hands.take(inputs, targets, global_batch_size)
+        handed = self._take("step", inputs, targets, global_batch_size)
         with self._watch.guard():
             self.parts.check_frozen()
             call = f"update={update}, metrics={metrics}"
@@ -279,7 +282,7 @@ class Trainer:
         Args:
             inputs, targets, global_batch_size: as for `step`.
         """
-        handed = self._hands.take(inputs, targets, global_batch_size)
+        handed = self._take("evaluate", inputs, targets, global_batch_size)
         with self._watch.guard():
             self._agree(handed.layout, "evaluate")
             batch = self._hands.batch(handed)
@@ -301,7 +304,7 @@ class Trainer:
         Raises:
             InputError: the rows of some output do not lie in one dimension.
         """
-        handed = self._hands.take(inputs, None)
+        handed = self._take("predict", inputs)
         layout = handed.layout
         outputs = Outputs(self._graph.output_specs(training=False), layout.global_batch_size)
         with self._watch.guard():
@@ -347,10 +350,18 @@ class Trainer:
 
         A path that ends in ".pt" becomes one file for `torch.load`, any other a folder for
         `torch.distributed.checkpoint`, which no rank has to hold whole.
+
+        Raises:
+            FileError: some rank can't write there; on all of them, which may go on with another path.
         """
+        target = Path(path)
         with self._watch.guard():
             self._progress.set("save weights", None)
-            write_weights(self.state_dict(), Path(path), self.rank)
+            fault = why_not_written(target, self._transport, self.device)
+            if fault is None:
+                write_weights(self.state_dict(), target, self.rank)
+        if fault is not None:
+            raise FileError(fault)
 
     def _step(self, handed: Handed, update: bool, metrics: bool) -> StepResult:
         begin = time.perf_counter()
@@ -402,6 +413,16 @@ class Trainer:
             verdict.skips,
             whole().metrics,
         )
+
+    def _take(
+        self, call: str, inputs: Any, targets: Any = None, global_batch_size: int | None = None
+    ) -> Handed:
+        if self._is_closed:
+            raise InputError(
+                f"{call} was called after close(), which ended the run on this rank; close the "
+                "trainer when all is done, or make another one"
+            )
+        return self._hands.take(inputs, targets, global_batch_size)
 
     def _agree(self, layout: Layout, call: str) -> None:
         self._progress.set("barrier", None)

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from dapple.errors import InputError
+from dapple.files import cannot_write
 from dapple.graph import LayerGraph, capture
-from dapple.job import Job
+from dapple.job import Job, check_results
 from dapple.records import Plan, Timeline
 from dapple.runtime.data import JobData, Step
 from dapple.runtime.optimizers import Parameters
@@ -65,6 +66,7 @@ def run_job(
     rank = dist.get_rank()
     topology = Topology.of(plan, rank, dist.get_world_size())
     # A mistake in the job is the same on every rank, and no failure of a rank: before the watch.
+    check_results(folder)
     workload, graph = _captured(job)
     check_model(graph, plan)
     data = _Data(job)
@@ -94,10 +96,11 @@ def run_job(
         )
         run = _Run(job, trainer, data, _Log(folder, rank, report))
     done = run.train(steps)
+    # What took longest to come by first.
+    trainer.save_weights(folder / "weights.pt")
     with watch.guard():
         watch.progress.set("write results", None)
         run.write_timeline(folder)
-    trainer.save_weights(folder / "weights.pt")
     trainer.close()
     dist.destroy_process_group()
     if done < steps:
@@ -210,8 +213,12 @@ class _Log:
         self._report = report
         self._begin = time.time()
         if rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file = (folder / "metrics.jsonl").open("w", encoding="utf-8")
+            path = folder / "metrics.jsonl"
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = path.open("w", encoding="utf-8")
+            except OSError as error:
+                raise cannot_write(path, error) from error
 
     def write(self, **fields: float) -> None:
         """Add a line."""

@@ -14,7 +14,7 @@ import os
 from pathlib import Path
 
 from dapple.errors import FileError, ScheduleError
-from dapple.files import read_text
+from dapple.files import cannot_write, read_text
 from dapple.schedule.actions import Action, Schedule
 
 SUFFIX = ".csv"
@@ -56,9 +56,7 @@ def save_schedule(schedule: Schedule, path: str | os.PathLike[str]) -> None:
     try:
         Path(path).write_text(f"{schedule}\n", encoding="utf-8")
     except OSError as error:
-        raise FileError(
-            f"cannot write {path}: {error.strerror or error}; choose another path"
-        ) from error
+        raise cannot_write(path, error) from error
 
 
 def _row(cells: list[str], where: str) -> tuple[Action, ...]:
