@@ -73,6 +73,49 @@ def test_thawing_what_was_frozen_at_first_is_refused() -> None:
     on_ranks(graph, cases.make_plan(graph, (1,), 8, 2), work)
 
 
+def own_share(trainer: Trainer) -> dict[str, Any]:
+    """What its part of a sharded optimizer updates."""
+    assert trainer.optimizer is not None
+    own = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
+    return {name: p for name, p in trainer.parts.trainable().items() if id(p) in own}
+
+
+def tied_on_the_last(trainer: Trainer) -> dict[str, Any]:
+    """A parameter of the first stage too."""
+    name = "embed.weight" if trainer.topology.is_last else "none"
+    return {n: p for n, p in trainer.parts.trainable().items() if n == name}
+
+
+@pytest.mark.parametrize(
+    ("model", "replicas", "shard", "chosen", "told"),
+    [
+        ("mlp", (1, 2), "optimizer", own_share, r"on 1 of the 2 ranks that hold it; freeze"),
+        ("gpt", (1, 1), "none", tied_on_the_last, r"on 1 of the 2 ranks that hold it; freeze"),
+    ],
+    ids=["sharded", "tied"],
+)
+def test_freezing_on_some_of_the_holders_is_refused(
+    model: str, replicas: Any, shard: Any, chosen: Any, told: str
+) -> None:
+    """By the parameter's name, on every rank; the others would go on and update it."""
+    graph, example = cases.build(model), cases.EXAMPLES[model]
+
+    def work(trainer: Trainer) -> None:
+        trainer.step(*example.batch(12, 0))
+        own = chosen(trainer)
+        for parameter in own.values():
+            parameter.requires_grad_(False)
+        with pytest.raises(InputError, match=rf'parameter ".*" is frozen {told}'):
+            trainer.step(*example.batch(12, 1))
+        for parameter in own.values():
+            parameter.requires_grad_(True)
+        trainer.evaluate(*example.batch(12, 1))
+        trainer.step(*example.batch(12, 1))
+
+    plan = cases.make_plan(graph, replicas, 12, 2, shard=shard)
+    on_ranks(graph, plan, work, weight=example.weight)
+
+
 @pytest.mark.parametrize("schedule", ["early-backward", "zero-bubble"])
 @pytest.mark.parametrize("micro_batch", [0, 2])
 def test_a_step_that_raised_leaves_nothing_to_the_next(micro_batch: int, schedule: str) -> None:

@@ -12,6 +12,7 @@ import torch
 from dapple.errors import InputError
 from dapple.records import Plan
 from dapple.runtime.batch import Batch
+from dapple.runtime.freezing import Shared
 from dapple.runtime.layout import Layout
 from dapple.runtime.transport import Transport
 
@@ -30,8 +31,13 @@ def plan_in_words(plan: Plan) -> str:
 
 
 def check_same(
-    layout: Layout, told: Mapping[str, str], transport: Transport, device: torch.device
-) -> None:
+    layout: Layout,
+    told: Mapping[str, str],
+    transport: Transport,
+    device: torch.device,
+    shared: Sequence[Shared] = (),
+    num_groups: int = 0,
+) -> bool:
     """Every rank has as many rows, of the same lengths, and does the same; all ranks call it.
 
     Else they would wait for messages that never come, or add up numbers that mean different
@@ -42,16 +48,24 @@ def check_same(
         told: what else has to be the same everywhere, in words, by name.
         transport: the network.
         device: this rank's device.
+        shared: what ranks that hold the same have to agree on.
+        num_groups: how many groups of such ranks there are.
+
+    Returns:
+        Whether the ranks of every group agree; the same on each of all ranks.
 
     Raises:
         InputError: the ranks differ; on each of them.
     """
     sizes = {"rows": layout.global_batch_size, **layout.lengths}
     marks = [zlib.crc32(text.encode()) >> 10 for text in told.values()]  # squares stay exact
-    here = torch.tensor([*sizes.values(), *marks], dtype=torch.float64)
+    members = dict.fromkeys(range(num_groups), 0) | {s.group: 1 for s in shared}
+    of_groups = dict.fromkeys(range(num_groups), 0) | {s.group: s.mark for s in shared}
+    numbers = [*sizes.values(), *marks]
+    here = torch.tensor([*numbers, *members.values(), *of_groups.values()], dtype=torch.float64)
     sums = torch.stack([here, here * here]).to(device)
     transport.sum(sums, tuple(range(transport.world_size))).wait()
-    totals, all_squares = sums.tolist()
+    totals, all_squares = (found[: len(numbers)] for found in sums.tolist())
     differ = [
         total * total != squares * transport.world_size
         for total, squares in zip(totals, all_squares, strict=True)
@@ -69,6 +83,9 @@ def check_same(
                 f"the ranks were given batches of different sizes: {size} {name} here, {mean:g} on "
                 "average; hand every rank the same global batch"
             )
+    counts, group_totals = sums[0, len(numbers) :].reshape(2, -1)
+    group_squares = sums[1, len(numbers) + num_groups :]
+    return bool((group_totals * group_totals == group_squares * counts).all())
 
 
 def check_weights(

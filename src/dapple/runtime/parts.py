@@ -102,12 +102,6 @@ class Parts:
                 blocked = what_blocks(graph, layers, again, batch_norm == "global")
                 mode.programs[stage] = compiled(program, compile, stage, blocked)
         self._splits_backward = schedule.splits_backward
-        self._frozen = {
-            name: parameter
-            for program in self.training.programs.values()
-            for name, parameter in program.module.named_parameters()
-            if not parameter.requires_grad
-        }
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 - one trainer lives as long as its process
     def schedule(self, num_micro_batches: int) -> tuple[Schedule, Room]:
@@ -150,21 +144,14 @@ class Parts:
             if parameter.requires_grad
         }
 
-    def check_frozen(self) -> None:
-        """What was frozen when the trainer was made is frozen now.
-
-        Its gradients have no way to other ranks and into the optimizer.
-
-        Raises:
-            InputError: some parameter is not.
-        """
-        for name, parameter in self._frozen.items():
-            if parameter.requires_grad:
-                raise InputError(
-                    f'parameter "{name}" was frozen when the trainer was made, and is no longer; '
-                    "capture the model and make the trainer with it trainable, and freeze it "
-                    "afterwards for as long as it has to be"
-                )
+    def frozen(self) -> dict[str, nn.Parameter]:
+        """Its other parameters by name."""
+        return {
+            name: parameter
+            for program in self.training.programs.values()
+            for name, parameter in program.module.named_parameters()
+            if not parameter.requires_grad
+        }
 
     def parameter_orders(self) -> dict[int, list[str]]:
         """Per stage the names of its trainable parameters, in the order of first use."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from dapple.runtime.batch import Batch, WeightFunction
 from dapple.runtime.buffers import WrittenBuffers
 from dapple.runtime.compiling import CompileOptions
 from dapple.runtime.evaluation import Evaluator
+from dapple.runtime.freezing import Freezing, Shared
 from dapple.runtime.handing import Hands
 from dapple.runtime.layout import Layout
 from dapple.runtime.memory import MemoryMeter
@@ -147,12 +148,20 @@ class Trainer:
             "clipping": f"{None if clip_norm is None else (float(clip_norm), float(norm_type))}",
             "the list of metrics": f"{list(self._metrics)}",
         }
-        names = list(graph.parameters())
+        self._names = list(graph.parameters())
         self.parts = Parts(graph, self.topology, self.device, self._precision, batch_norm, compile)
         self._hands = Hands(graph, self.topology, self.parts, self.device)
         self._transport = transport or connect(graph, self.topology)
         trainable = self.parts.trainable()
         tied = tied_ranks(graph, self.topology, trainable)
+        self._freezing = Freezing(
+            trainable,
+            self.parts.frozen(),
+            self.topology.position,
+            len(plan.positions),
+            tied,
+            [group[0][1] for group in graph.tied],
+        )
         ranks = self.topology.ranks[self.topology.stage]
         self._unchecked: Callable[[], None] | None = functools.partial(
             check_weights, trainable, ranks, tied, self._transport
@@ -160,7 +169,7 @@ class Trainer:
         self._gradients = RankGradients(trainable, self.parts.parameter_orders(), ranks, tied)
         self._updating = make_update(
             trainable,
-            names,
+            self._names,
             self.topology,
             tied,
             self._transport,
@@ -262,14 +271,14 @@ class Trainer:
         A call that raises leaves no gradients: what calls with update=False have added is lost too.
 
         Raises:
-            InputError: the batch does not fit the captured model, or a parameter that was frozen
-                at first is frozen no longer.
+            InputError: the batch does not fit the captured model, a parameter that was frozen at
+                first is frozen no longer, or one is frozen on some of the ranks that hold it only.
         """
         handed = self._take("step", inputs, targets, global_batch_size)
         with self._watch.guard():
-            self.parts.check_frozen()
+            self._freezing.check_thawed()
             call = f"update={update}, metrics={metrics}"
-            self._agree(handed.layout, f"step with {call}")
+            self._agree(handed.layout, f"step with {call}", self._freezing.shared())
             if self._steps == 0:
                 check_updates(self._updating.writes, self._transport, self.device)
             return self._step(handed, update, metrics)
@@ -424,9 +433,12 @@ class Trainer:
             )
         return self._hands.take(inputs, targets, global_batch_size)
 
-    def _agree(self, layout: Layout, call: str) -> None:
+    def _agree(self, layout: Layout, call: str, shared: Sequence[Shared] = ()) -> None:
         self._progress.set("barrier", None)
-        check_same(layout, {**self._told, "the call": call}, self._transport, self.device)
+        told = {**self._told, "the call": call}
+        groups = self._freezing.num_groups
+        if not check_same(layout, told, self._transport, self.device, shared, groups):
+            self._freezing.refuse(self._names, self._transport, self.device)
         if self._unchecked is not None:
             self._unchecked()
             self._unchecked = None
