@@ -17,6 +17,7 @@ from dapple.planner.cuts import better_cuts, estimate_all
 from dapple.planner.estimate import estimate_seconds, spans, waiting_chain
 from dapple.planner.exact import all_bounds
 from dapple.planner.layout import WIDE, Layout
+from dapple.planner.moves import Around, Places, longest_work
 from dapple.planner.neighbours import pack
 from dapple.planner.problem import Problem
 from dapple.planner.refusal import Refusal
@@ -154,3 +155,20 @@ def test_climbing_goes_up(seed: int) -> None:
     assert min(_guess(problem, o) for o in found) <= _guess(problem, layout) * (1 + 1e-9)
     changed = {(other.devices, other.micro_batches) for other in found}
     assert len(changed) > 1
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_moved_cuts_from_what_is_left_alone(seed: int) -> None:
+    """What stages take after a move, from sums before and behind it, is what they take looked at anew."""
+    rng = random.Random(seed)
+    problem = Problem(random_profile(rng, 24), random_cluster(rng, 6), 64)
+    counts = [2, 1, 1, 1, 1] if seed % 2 else [1, 1, 1, 1, 2]
+    layout = Layout((0, 5, 10, 15, 20, 24), pack(tuple(range(6)), counts), rng.choice([1, 2, 32]))
+    places = Places.of(problem, [layout])
+    here = np.array([layout.bounds])
+    cut, shift = (part.ravel() for part in np.meshgrid([1, 2, 3, 4], [-4, -2, -1, 1, 3]))
+    moved, none = here.repeat(len(cut), axis=0), np.zeros(len(cut), int)
+    moved[np.arange(len(cut)), cut] += shift
+    around = Around(places, here).longest_work(none, moved, cut - 1, 2)
+    anew = longest_work(places.seconds(places.stage[:, none], places.link[:, none], moved.T))
+    assert around == pytest.approx(anew, rel=1e-12)

@@ -11,6 +11,7 @@ import numpy as np
 
 from dapple.planner.estimate import spans, waiting_chain
 from dapple.planner.layout import WIDE, Layout
+from dapple.planner.moves import Around, Places, longest_work
 from dapple.planner.problem import Problem
 from dapple.planner.tables import Ints
 from dapple.planner.traffic import Floats
@@ -41,46 +42,53 @@ def estimate_all(
     Returns:
         Shape (W, P), seconds; infinite where the layout does not fit.
     """
-    one = layouts[0]
-    bank, count, cuts = problem.bank(one.micro_batches), one.micro_batches, bounds.T
-    numbers = np.array([[bank.stage(d) for d in layout.devices] for layout in layouts])
-    stage, start, stop = numbers[which].T, cuts[:-1], cuts[1:]
-    times = np.zeros((4, 2 * one.num_stages - 1, len(bounds)))
-    times[:, ::2] = bank.stage_seconds(stage, start, stop, one.shard)
-    forward, backward, work, after = times
-    if one.num_stages > 1:
-        pairs = [itertools.pairwise(layout.devices) for layout in layouts]
-        links = np.array([[bank.link(*pair) for pair in row] for row in pairs])[which].T
-        forward[1::2], backward[1::2] = bank.link_seconds(links, start[1:])
-        work[1::2] = count * np.maximum(forward[1::2], backward[1::2])
-    both = forward + backward
-    before_f = np.cumsum(forward, axis=0) - forward
-    before_b = np.cumsum(backward, axis=0) - backward
-    late = before_f + np.maximum(before_b + after[0], after)
-    alone = (both.sum(axis=0) - before_b + after).max(axis=0)
-    longest = np.maximum(alone, (work + late).max(axis=0))
-    rooms = None
+    return _estimate(problem, layouts[0], Places.of(problem, layouts), which, bounds, policies)
+
+
+def _estimate(
+    problem: Problem,
+    one: Layout,
+    places: Places,
+    which: Ints,
+    bounds: Ints,
+    policies: Sequence[str],
+) -> Floats:
+    """The same for layouts of which one is given and of all the places."""
+    cuts, stage = bounds.T, places.stage[:, which]
+    times = places.seconds(stage, places.link[:, which], cuts)
+    forward, backward, _, after = times
+    before_f, before_b = (np.cumsum(way, axis=0) - way for way in (forward, backward))
+    late = (before_f + np.maximum(before_b + after[0], after))[::2]
+    passed = np.zeros((len(forward) + 1, len(bounds)))
+    np.cumsum(forward + backward, axis=0, out=passed[1:])
+    longest, rooms = longest_work(times), None
     if problem.memory_is_known:
         state = problem.optimizer_state_factor
-        rooms = bank.room(stage, start, stop, state, one.shard)
+        rooms = places.bank.room(stage, cuts[:-1], cuts[1:], state, one.shard)
     results = []
     for policy in policies:
         warmup = _warmups(problem, replace(one, policy=policy), rooms)
-        waits = _waits(forward, both, warmup, count) + late[::2]
+        waits = _waits(forward[::2], passed, warmup, places.count) + late
         step = np.maximum(longest, waits.max(axis=0))
         results.append(np.where(warmup.min(axis=0) > 0, step, np.inf))
     return np.array(results)
 
 
-def _waits(forward: Floats, both: Floats, warmup: Ints, count: int) -> Floats:
-    """C_s of the estimate, shape (S, P); 0 where warm-up is no limit."""
+def _waits(forward: Floats, passed: Floats, warmup: Ints, count: int) -> Floats:
+    """C_s of the estimate, shape (S, P); 0 where warm-up is no limit.
+
+    Args:
+        forward: shape (S, P), of the stages.
+        passed: shape (2 S, P), a micro-batch's way there and back before each stage and transfer.
+        warmup: shape (S, P) or (S, 1).
+        count: M.
+    """
     stages = len(warmup)
-    passed = np.concatenate([np.zeros((1, both.shape[1])), np.cumsum(both, axis=0)])
-    waits = np.zeros((stages, both.shape[1]))
+    waits = np.zeros_like(forward)
     for span in spans(stages):
         first, rounds = waiting_chain(warmup[: stages - span], warmup[span:], count)
         trips = passed[2 * span + 1 :: 2] - passed[: -1 - 2 * span : 2]
-        chains = first * forward[: len(forward) - 2 * span : 2] + rounds * trips
+        chains = first * forward[: stages - span] + rounds * trips
         np.maximum(waits[: stages - span], chains, out=waits[: stages - span])
     waits += passed[-1] - passed[:-1:2]
     return np.where(warmup < count, waits, 0.0)
@@ -135,14 +143,21 @@ def _climb_cuts(
     moves: Ints,
 ) -> list[tuple[float, Layout]]:
     """Layouts of one length and M after the best of some moves each, while they help one."""
-    here = np.array([layout.bounds for layout in layouts])
-    seconds, chosen = np.full(len(layouts), np.inf), np.zeros(len(layouts), dtype=np.int64)
-    moving = np.arange(len(layouts))
-    for _ in range(rounds):
+    here, moving = np.array([layout.bounds for layout in layouts]), np.arange(len(layouts))
+    one, places = layouts[0], Places.of(problem, layouts)
+    guesses = _estimate(problem, one, places, moving, here, policies)
+    seconds, chosen = guesses.min(axis=0), guesses.argmin(axis=0)
+    changed = moves != 0
+    first, stages = np.maximum(changed.argmax(axis=1) - 1, 0), int(changed.sum(axis=1).max()) + 1
+    for _ in range(rounds if stages > 1 else 0):
         nearby = here[moving, None] + moves
         row, move = np.nonzero((np.diff(nearby) > 0).all(axis=2))
         bounds, which = nearby[row, move], moving[row]
-        guesses = estimate_all(problem, layouts, which, bounds, policies)
+        around = Around(places, here).longest_work(which, bounds, first[move], stages)
+        # No move stays, so that there is one of every layout.
+        useful = (around < seconds[which]) | (move == 0)
+        row, bounds, which = row[useful], bounds[useful], which[useful]
+        guesses = _estimate(problem, one, places, which, bounds, policies)
         policy, least = guesses.argmin(axis=0), guesses.min(axis=0)
         begins = [*np.searchsorted(row, np.arange(len(moving))).tolist(), len(row)]
         best = np.array([a + least[a:b].argmin() for a, b in itertools.pairwise(begins)])
@@ -164,8 +179,8 @@ def _single(stages: int) -> Ints:
     """No move, first, and all moves of one cut; shape (moves, S + 1)."""
     moves = [np.zeros((1, stages + 1), dtype=np.int64)]
     for cut in range(1, stages):
-        single = np.zeros((len(_FAR), stages + 1), dtype=np.int64)
-        single[:, cut] = _FAR
+        single = np.zeros((len(_FAR) - 1, stages + 1), dtype=np.int64)
+        single[:, cut] = _FAR[_FAR != 0]
         moves.append(single)
     return np.concatenate(moves)
 
