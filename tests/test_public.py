@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 
@@ -68,3 +69,11 @@ def test_importing_dapple_loads_neither_torch_nor_pydantic():
 def test_planning_and_simulating_do_not_load_torch(name: str):
     """Each name on its own."""
     assert "torch" not in imported_by(f"import dapple\ndapple.{name}")
+
+
+def test_starting_a_run_needs_neither_torch_nor_its_compiler():
+    """`dapple.runtime` loads a name when it is used; what starts and watches ranks stays light."""
+    assert "torch" not in imported_by("import dapple.runtime.launch")
+    with pytest.raises(AttributeError, match="no attribute 'Launcher'"):
+        _ = importlib.import_module("dapple.runtime").Launcher
+    assert all(getattr(dapple.runtime, name) is not None for name in dapple.runtime.__all__)

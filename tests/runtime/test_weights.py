@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import format_utils
 
 from dapple.errors import FileError, InputError
 from dapple.graph import capture
@@ -135,7 +136,7 @@ def test_weights_that_do_not_fit_are_told_and_the_old_ones_stay(
 
     def work(trainer: Trainer) -> None:
         trainer.save_weights(tmp_path / "weights.pt")
-        monkeypatch.setattr("dapple.runtime.weights.dcp_to_torch_save", is_full)
+        monkeypatch.setattr(format_utils, "dcp_to_torch_save", is_full)
         with pytest.raises(FileError, match=r"weights.pt: No space left on device; choose"):
             trainer.save_weights(tmp_path / "weights.pt")
         (tmp_path / "weights" / ".metadata" / "taken").mkdir(parents=True)

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._dynamo.exc import TorchDynamoException
 
 from dapple.errors import InputError, one_line
 from dapple.graph import LayerGraph, StageProgram
@@ -37,6 +36,9 @@ def compiled(
         return program
     if blocked is not None:
         raise InputError(f"stage {stage} {blocked}")
+    # The compiler takes seconds to import, which who starts a run need not wait for.
+    from torch._dynamo.exc import TorchDynamoException
+
     given: dict[str, Any] = {"dynamic": True, **({} if options is True else options)}
     try:
         program.module.compile(**given)
@@ -74,6 +76,8 @@ def what_blocks(
 
 @contextmanager
 def _refusing(stage: int) -> Iterator[None]:
+    from torch._dynamo.exc import TorchDynamoException
+
     try:
         yield
     except TorchDynamoException as error:

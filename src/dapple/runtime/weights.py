@@ -8,9 +8,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as checkpoint
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from dapple.errors import FileError
 from dapple.files import cannot_write, check_output
@@ -53,6 +50,11 @@ def write_weights(state: Mapping[str, torch.Tensor], target: Path, rank: int) ->
     Raises:
         FileError: it can't be written, for want of space say.
     """
+    # It takes a second to import, which who starts a run need not wait for.
+    import torch.distributed.checkpoint as checkpoint
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
     folder = _folder(target)
     try:
         checkpoint.save(dict(state), checkpoint_id=folder, no_dist=not dist.is_initialized())
