@@ -3,8 +3,8 @@
     results = run_ranks(3, check_routing, plan, timeout_seconds=60)     # in the test
     def check_routing(rank, world_size, plan): ...                      # at module level
 
-A process takes seconds to import torch: spawn once per world size, and run many cases inside the
-function. Say what a rank does with note_action(), or hand the rank's Progress to watch(). The
+A process takes seconds to import torch, so one does it and forks the ranks, after what `prepare` has
+made for all of them, such as captured models. Even so, run many cases inside the function. Say what a rank does with note_action(), or hand the rank's Progress to watch(). The
 function finds the default process group initialised, and RANK, WORLD_SIZE, LOCAL_RANK,
 MASTER_ADDR and MASTER_PORT set as torchrun sets them. Like torchrun, the parent hosts the store:
 no port can be taken by another process in between, and the store outlives every rank.
@@ -12,6 +12,7 @@ no port can be taken by another process in between, and the store outlives every
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import pickle
@@ -22,7 +23,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -35,15 +36,9 @@ from dapple.runtime.heartbeat import Progress
 
 # Once a rank has failed, the others get this long to end with errors of their own.
 _AFTERMATH_SECONDS = 3.0
-# To start a process: import torch and meet the others, on a machine with every core busy.
-_START_SECONDS = 90.0
-# The handler comes first: a signal must not end a process that still imports.
-_WORKER = """
-import faulthandler, signal
-faulthandler.register(signal.SIGUSR1, all_threads=True)
-from tests.distributed.harness import _work
-_work()
-"""
+# To import torch, prepare and meet the others, on a machine with every core busy.
+_START_SECONDS = 120.0
+_PARENT_OF_RANKS = "from tests.distributed.harness import _fork_ranks; _fork_ranks()"
 
 
 class RanksFailed(AssertionError):
@@ -55,6 +50,7 @@ def run_ranks(
     function: Callable[..., Any],
     *args: Any,
     timeout_seconds: float = 60.0,
+    prepare: Callable[..., Any] | None = None,
 ) -> list[Any]:
     """Call function(rank, world_size, *args) on every rank, and return the results by rank.
 
@@ -63,22 +59,21 @@ def run_ranks(
         function: a function at the top level of an importable module.
         args: picklable arguments, the same for every rank.
         timeout_seconds: from when all ranks have started; then all are killed.
+        prepare: called with the same args before the ranks are forked, at the top level as well.
 
     Raises:
         RanksFailed: a rank raised, died or hung.
     """
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="dapple-ranks-") as folder:
-        Path(folder, "call").write_bytes(pickle.dumps((function, args, timeout_seconds)))
-        ranks = [_Rank.start(rank, world_size, folder, store.port) for rank in range(world_size)]
-        try:
-            reason = _wait(ranks, timeout_seconds)
+        call = (function, args, timeout_seconds, prepare)
+        Path(folder, "call").write_bytes(pickle.dumps(call))
+        ranks = [_Rank(rank, Path(folder)) for rank in range(world_size)]
+        with _parent_of_ranks(world_size, folder, store.port) as parent:
+            reason = _wait(parent, ranks, timeout_seconds)
             if reason:
                 raise RanksFailed(f"{reason}\n" + "\n".join(rank.story() for rank in ranks))
             return [rank.result() for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
 
 
 def note_action(action: str) -> None:
@@ -91,35 +86,48 @@ def watch(progress: Progress) -> None:
     threading.Thread(target=_copy_actions, args=(progress,), daemon=True).start()
 
 
+@contextlib.contextmanager
+def _parent_of_ranks(world_size: int, folder: str, port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """The process that forks the ranks; it and all of them are gone in the end."""
+    environment = os.environ | {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+        "DAPPLE_TEST_FOLDER": folder,
+    }
+    with Path(folder, "output-parent").open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _PARENT_OF_RANKS],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    assert process.stdin is not None
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdin.close()
+
+
 @dataclass
 class _Rank:
     rank: int
     folder: Path
-    process: subprocess.Popen[bytes]
 
-    @classmethod
-    def start(cls, rank: int, world_size: int, folder: str, port: int) -> _Rank:
-        environment = os.environ | {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_WORLD_SIZE": str(world_size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-            "DAPPLE_TEST_FOLDER": folder,
-        }
-        with Path(folder, f"output-{rank}").open("wb") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-c", _WORKER],
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-        return cls(rank, Path(folder), process)
+    @property
+    def code(self) -> int | None:
+        """Its exit code; None while it runs."""
+        text = self._text("exit")
+        return int(text) if text else None
 
     def result(self) -> Any:
         return pickle.loads((self.folder / f"result-{self.rank}").read_bytes())
@@ -133,7 +141,7 @@ class _Rank:
 
     def story(self) -> str:
         """How the rank ended, its last action, and what it printed (with its tracebacks)."""
-        code = self.process.poll()
+        code = self.code
         ended = "was still running" if code is None else f"ended with exit code {code}"
         action = self._text("action") or "none noted"
         return f"-- rank {self.rank} {ended}; last action: {action}\n{self._text('output')}"
@@ -142,50 +150,69 @@ class _Rank:
         path = self.folder / f"{name}-{self.rank}"
         return path.read_text(errors="replace").rstrip() if path.exists() else ""
 
-    def kill(self) -> None:
-        assert self.process.stdin is not None
-        self.process.kill()
-        self.process.wait()
-        self.process.stdin.close()
+    def dump_traceback(self) -> None:
+        """Have it print where each of its threads is, also from inside a C++ wait."""
+        if (pid := self._text("pid")) and self.code is None:
+            os.kill(int(pid), signal.SIGUSR1)
 
 
-def _wait(ranks: list[_Rank], timeout_seconds: float) -> str:
+def _wait(parent: subprocess.Popen[bytes], ranks: list[_Rank], timeout_seconds: float) -> str:
     """Wait for all ranks; the reason if not all of them ended well, else an empty string."""
     reason = ""
     limit_seconds, all_started = _START_SECONDS, False
     start = time.monotonic()
-    while running := [rank for rank in ranks if rank.process.poll() is None]:
+    while any(rank.code is None for rank in ranks):
+        if parent.poll():
+            return f"no rank was forked: {(ranks[0].folder / 'output-parent').read_text()}"
         if not all_started and all(rank.has_started() for rank in ranks):
             start, limit_seconds, all_started = time.monotonic(), timeout_seconds, True
         if not reason and (reason := _first_failure(ranks)):
             start, limit_seconds = time.monotonic(), _AFTERMATH_SECONDS
         if time.monotonic() - start > limit_seconds:
-            _dump_tracebacks(running)
+            for rank in ranks:
+                rank.dump_traceback()
+            time.sleep(0.5)
             return reason or f"not {'done' if all_started else 'started'} after {limit_seconds:g} s"
         time.sleep(0.02)
     return reason or _first_failure(ranks)
 
 
 def _first_failure(ranks: list[_Rank]) -> str:
-    failed = [rank for rank in ranks if rank.process.returncode]
+    failed = [rank for rank in ranks if rank.code]
     return f"rank {min(failed, key=_Rank.raised_at).rank} failed" if failed else ""
 
 
-def _dump_tracebacks(running: list[_Rank]) -> None:
-    """Have the ranks print where each of their threads is, also from inside a C++ wait."""
-    for rank in running:
-        rank.process.send_signal(signal.SIGUSR1)
-    time.sleep(0.5)
+def _fork_ranks() -> None:
+    """What the parent of the ranks does: import and prepare, fork, and note how each ended."""
+    folder = Path(os.environ["DAPPLE_TEST_FOLDER"])
+    torch.set_num_threads(1)
+    _, args, _, prepare = pickle.loads((folder / "call").read_bytes())
+    if prepare is not None:
+        prepare(*args)
+    rank_of = {}
+    for rank in range(int(os.environ["WORLD_SIZE"])):
+        pid = os.fork()
+        if pid == 0:
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            output = os.open(folder / f"output-{rank}", os.O_WRONLY | os.O_CREAT)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            _work()
+        rank_of[pid] = rank
+        _write(f"pid-{rank}", str(pid).encode())
+    while rank_of:
+        pid, status = os.wait()
+        _write(f"exit-{rank_of.pop(pid)}", str(os.waitstatus_to_exitcode(status)).encode())
 
 
 def _work() -> None:
     """What the process of a rank does."""
     faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    torch.set_num_threads(1)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     folder = Path(os.environ["DAPPLE_TEST_FOLDER"])
-    function, args, timeout_seconds = pickle.loads((folder / "call").read_bytes())
+    function, args, timeout_seconds, _ = pickle.loads((folder / "call").read_bytes())
     code = 0
     try:
         # The parent's limit ends a hang; gloo's own must not come first and hide where it was.

@@ -38,7 +38,7 @@ def train_all(rank: int, world_size: int, runs: list[Run]) -> list[Any]:
     for number, run in enumerate(runs):
         # Pitfall 10: the ranks make their channels at different times, in no fixed order.
         time.sleep(0.004 * ((7 * rank + 3 * number) % 5))
-        # Each rank trains a copy, so that the model has to be captured once only.
+        # Captured before the ranks were forked; each trains a copy.
         graph = TrainingOnly(cases.build(run.model, evaluation=False))
         found.append(cases.train(graph, run, watch=NoWatch(Noted(run))))
     if world_size == sum(RESNET_REPLICAS):
@@ -46,11 +46,17 @@ def train_all(rank: int, world_size: int, runs: list[Run]) -> list[Any]:
     return found
 
 
+def capture_all(runs: list[Run]) -> None:
+    """What every rank would do for itself; each then trains copies."""
+    for run in runs:
+        cases.build(run.model, evaluation=False)
+
+
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_parameters_and_losses_equal_one_process(world_size: int) -> None:
     """Parameters after three steps and every loss equal one process on the whole batch."""
     runs = [run for run in ALL_RUNS if sum(run.replicas) == world_size]
-    results = run_ranks(world_size, train_all, runs, timeout_seconds=150)
+    results = run_ranks(world_size, train_all, runs, timeout_seconds=150, prepare=capture_all)
     errors = {
         run: cases.error(run, [by_run[number] for by_run in results])
         for number, run in enumerate(runs)
