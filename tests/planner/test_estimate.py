@@ -170,5 +170,5 @@ def test_moved_cuts_from_what_is_left_alone(seed: int) -> None:
     moved, none = here.repeat(len(cut), axis=0), np.zeros(len(cut), int)
     moved[np.arange(len(cut)), cut] += shift
     around = Around(places, here).longest_work(none, moved, cut - 1, 2)
-    anew = longest_work(places.seconds(places.stage[:, none], places.link[:, none], moved.T))
+    _, anew = longest_work(places.seconds(places.stage[:, none], places.link[:, none], moved.T))
     assert around == pytest.approx(anew, rel=1e-12)

@@ -15,11 +15,11 @@ from dapple.planner import SearchOptions, search
 from dapple.planner.explore import best_first, uphill
 from dapple.planner.frame import choose_step, device_orders, make_frame
 from dapple.planner.grid import choose_marks
+from dapple.planner.layers import all_at, all_bytes_at
 from dapple.planner.layout import Layout
 from dapple.planner.local import guess_seconds
 from dapple.planner.neighbours import neighbours
 from dapple.planner.problem import Problem
-from dapple.planner.tables import all_at, all_bytes_at
 from dapple.records import ModelProfile
 from tests.planner.instances import brute_force, random_cluster, random_profile
 from tests.planner.strategies import clusters, profiles
@@ -126,7 +126,7 @@ def test_marks_keep_the_cheap_cuts() -> None:
     assert marks[-1] == 200
     assert 30 <= len(marks) <= 42
     assert (np.diff(marks) > 0).all()
-    crossing = problem.tables(8).crossing_bytes.forward.per_row
+    crossing = problem.layer_tables.crossing_bytes.forward.per_row
     assert crossing[marks[1:-1]].mean() < 0.5 * crossing[1:-1].mean()
 
 

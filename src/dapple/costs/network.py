@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 from dapple.cluster import NETWORK_MODELS, Cluster, Link
@@ -95,6 +98,23 @@ class Network:
         if found is None:
             found = self._routes[ends] = self._find_route(*ends)
         return found
+
+    @cached_property
+    def best_route(self) -> tuple[float, float]:
+        """The least latency and the highest rate among all pairs of devices."""
+        sizes = self.cluster.machine_sizes()
+        first = list(itertools.accumulate(sizes, initial=0))
+        routes = [self.route(first[m], first[m] + 1) for m, size in enumerate(sizes) if size > 1]
+        cards = [group.outside for group in self._groups]
+        outside = [(m, card) for m, card in enumerate(cards) if card is not None and len(sizes) > 1]
+        # The worse of two cards counts: the two fastest give the highest rate, and likewise latency.
+        for worst in (lambda card: -flow_rate(card), lambda card: card.latency):
+            pair = sorted(outside, key=lambda end: worst(end[1]))[:2]
+            if len(pair) == 2:
+                routes.append(self.route(first[pair[0][0]], first[pair[1][0]]))
+        if not routes:
+            return 0.0, math.inf
+        return min(route.latency for route in routes), max(route.rate for route in routes)
 
     def ring(self, devices: Sequence[int]) -> Ring:
         """The AllReduce over `devices`."""

@@ -25,19 +25,19 @@ class Bank:
         self._stage_of: dict[Hashable, int] = {}
         self._link_of: dict[Hashable, int] = {}
         layers = tables.profile.num_layers
-        self._spans = _Spans(tables.parameter_prefix)
+        self._spans = _Spans(tables.layers.parameter_prefix)
         self._stages, self._late = _Rows(5, layers + 1), _Rows(self._spans.levels, layers)
         self._rings = _Rows(3)
         self._links = _Rows(2, layers + 1)
         # Per size of memory in a stage, the replica with most rows there.
         sizes = len(symmetry.memories)
-        self._saved, self._loads = _Rows(sizes, layers + 1), _Rows(sizes, 3)
+        self._held, self._memory = _Rows(sizes, 3, layers + 1), _Rows(sizes)
 
     def stage(self, devices: Devices) -> int:
         """The number of the stages on these devices."""
         found = self._stage_of.get(devices)
         if found is None:
-            key = self._symmetry.stage_key(devices), self._symmetry.reduce_cost(devices)
+            key = self._symmetry.cost_key(devices)
             found = self._stage_of.get(key)
             if found is None:
                 found = self._stage_of[key] = self._add_stage(devices)
@@ -46,11 +46,14 @@ class Bank:
 
     def link(self, senders: Devices, receivers: Devices) -> int:
         """The number of the transfers between two stages."""
-        key = self._symmetry.link_key(senders, receivers)
-        found = self._link_of.get(key)
+        found = self._link_of.get((senders, receivers))
         if found is None:
-            link = self._tables.link(senders, receivers)
-            found = self._link_of[key] = self._links.append([link.forward, link.backward])
+            key = self._symmetry.link_key(senders, receivers)
+            found = self._link_of.get(key)
+            if found is None:
+                link = self._tables.link(senders, receivers)
+                found = self._link_of[key] = self._links.append([link.forward, link.backward])
+            self._link_of[senders, receivers] = found
         return found
 
     def _add_stage(self, devices: Devices) -> int:
@@ -58,18 +61,29 @@ class Bank:
         table = tables.stage(devices)
         fixed, per_byte = table.reduce_fixed, table.reduce_per_byte
         rings = self._spans.late(table.likely_backward, per_byte)
-        base = per_byte * tables.parameter_prefix - table.likely_backward - fixed
+        base = per_byte * tables.layers.parameter_prefix - table.likely_backward - fixed
         if not (fixed or per_byte):
             rings = np.full_like(rings, -np.inf)
         self._late.append(rings)
-        loads = tables.splits.loads(devices)
-        nothing = len(self._loads.array[0]) - len(loads)
-        self._saved.append([*(tables.saved_prefix(n) for n, _ in loads), *[0.0 * base] * nothing])
-        figures = [(len(devices), *load) for load in loads]
-        self._loads.append(np.array([*figures, *[(1, 0, np.inf)] * nothing]))
+        held = [(float(memory), self._bytes(rows)) for rows, memory in tables.splits.loads(devices)]
+        held += [(np.inf, np.zeros_like(held[0][1]))] * (self._memory.array.shape[1] - len(held))
+        self._memory.append(np.array([memory for memory, _ in held]))
+        self._held.append(np.array([figures for _, figures in held]))
         self._rings.append([len(devices), fixed, per_byte])
         rows = table.likely_forward, table.likely_backward, table.work, table.optimizer, base
         return self._stages.append(rows)
+
+    def _bytes(self, rows: int) -> Floats:
+        """Of a replica with so many rows, by cut, shape (3, N + 1).
+
+        Prefix sums of what a micro-batch in flight keeps; what comes in with each; buffers of what
+        goes out.
+        """
+        layers = self._tables.layers
+        there, back = layers.crossing_bytes.forward, layers.crossing_bytes.backward
+        out = rows * back.per_row + back.fixed
+        into = rows * there.per_row + there.fixed + rows * back.per_row + back.fixed
+        return np.array([layers.saved_prefix(rows), into, 2 * out])
 
     def stage_seconds(self, stage: Ints, start: Ints, stop: Ints, shared: bool) -> list[Floats]:
         """Forward, backward, and whole work of stages from layer to layer, and what comes after.
@@ -83,7 +97,10 @@ class Bank:
         sums = [rows[stage, n, stop] - rows[stage, n, start] for n in range(4)]
         if shared:
             width, fixed, per_byte = np.moveaxis(self._rings.array[stage], -1, 0)
-            size = self._tables.parameter_prefix[stop] - self._tables.parameter_prefix[start]
+            size = (
+                self._tables.layers.parameter_prefix[stop]
+                - self._tables.layers.parameter_prefix[start]
+            )
             sums[3] = shared_update(sums[3], width, fixed + per_byte * size)
         longest = self._spans.most(self._late.array, stage, start, stop)
         sums[3] += np.maximum(longest - rows[stage, 4, start], 0.0)
@@ -95,26 +112,25 @@ class Bank:
         return rows[link, 0, cut], rows[link, 1, cut]
 
     def room(self, stage: Ints, start: Ints, stop: Ints, state: float, shared: bool) -> Floats:
-        """How many micro-batches fit in flight, as `CostTables.stage_bytes` has it.
+        """How many micro-batches fit in flight, as `CostTables.room` has it.
 
         Args:
             stage, start, stop: as above.
             state: bytes of optimizer state per byte of parameters.
             shared: replicas share it out.
         """
-        tables = self._tables
-        crossing, parameters = tables.crossing_bytes, tables.parameter_prefix
-        own = parameters[stop] - parameters[start]
-        least = np.full(own.shape, np.inf)
-        for number in range(self._loads.array.shape[1]):
-            width, rows, memory = np.moveaxis(self._loads.array[stage, number], -1, 0)
-            there = rows * crossing.forward.per_row[start] + crossing.forward.fixed[start]
-            into = there + rows * crossing.backward.per_row[start] + crossing.backward.fixed[start]
-            back = rows * crossing.backward.per_row[stop] + crossing.backward.fixed[stop]
-            once = (2 + state / (width if shared else 1)) * own + into + 2 * back
-            saved = self._saved.array[:, number]
-            each = saved[stage, stop] - saved[stage, start] + into
-            least = np.minimum(least, (memory - once) / np.maximum(each, 1.0))
+        parameters = self._tables.layers.parameter_prefix
+        width = self._rings.array[stage, 0] if shared else 1
+        held = (2 + state / width) * (parameters[stop] - parameters[start])
+        rooms = []
+        for number in range(self._memory.array.shape[1]):
+            memory = self._memory.array[stage, number]
+            saved, into, back = self._held.array[:, number].swapaxes(0, 1)
+            entered = into[stage, start]
+            each = saved[stage, stop] - saved[stage, start] + entered
+            once = held + entered + back[stage, stop]
+            rooms.append((memory - once) / np.maximum(each, 1.0))
+        least: Floats = np.minimum.reduce(rooms)
         return least
 
 

@@ -40,9 +40,7 @@ def data_parallel(problem: Problem, micro_batches: int) -> Iterator[Layout]:
 def straight(problem: Problem, micro_batches: int) -> Iterator[Layout]:
     """One device per stage, as many stages as possible, cut so that the slowest is fastest."""
     stages = min(problem.num_layers, problem.num_devices)
-    forward, backward = problem.tables(micro_batches).layer_seconds(
-        problem.tables(micro_batches).first_rows
-    )
+    forward, backward = problem.layer_tables.layer_seconds(problem.tables(micro_batches).first_rows)
     bounds = balanced_bounds(np.diff(forward + backward).tolist(), stages)
     yield Layout(bounds, _one_each(stages), micro_batches)
 

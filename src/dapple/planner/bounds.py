@@ -48,7 +48,7 @@ def layout_bounds(
             forward[:, column - 1] = link.forward[start]
             backward[:, column - 1] = link.backward[start]
             work[:, column - 1] = link.work[start]
-            apart[:, column - 1] = apart[:, column] = ~tables.linked[start]
+            apart[:, column - 1] = apart[:, column] = ~tables.layers.linked[start]
     whole = ~apart.any(axis=1)
     result = np.empty(count)
     result[whole] = pipeline_bound(forward[whole], backward[whole], work[whole], after[whole])

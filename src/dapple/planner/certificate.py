@@ -19,6 +19,7 @@ at an M: what is found out then is not found out again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cached_property
 
@@ -96,7 +97,7 @@ class _Check:
         self._found = all_shares(problem, low, high)
         tables, speed = problem.layer_tables, max(problem.speeds)
         self._fluid = Fluid.of(self._found, speed, bool(tables.linked[1:-1].all()))
-        self._refuted = 0.0
+        self._refuted, self._allowed = 0.0, math.inf
 
     def needed(self, target: float) -> float:
         """Units of the cluster's devices that a step of so many seconds takes at least."""
@@ -107,16 +108,19 @@ class _Check:
         return self._found.low <= micro_batches <= self._found.high
 
     @cached_property
-    def _meets(self) -> Callable[[float], bool]:
+    def _test(self) -> Callable[[float], bool]:
         if units_of(self._problem).total * self._problem.num_layers <= _SMALL:
-            relaxed = relax(self._problem, self._found)
+            relaxed = relax(self._problem, self._found, self._fluid)
             return lambda target: meets(relaxed, target)
         return Demand.of(self._problem, self._found).meets
 
     def allows(self, target: float) -> bool:
         """Whether some plan may take so many seconds; what is shorter than what none can, none can."""
-        if target > self._refuted and not self._meets(target):
-            self._refuted = target
+        if self._refuted < target < self._allowed:
+            if self._test(target):
+                self._allowed = target
+            else:
+                self._refuted = target
         return target > self._refuted
 
     def lowered(self, high: float) -> float:
@@ -125,10 +129,10 @@ class _Check:
             return high
         least = self._fluid.least_seconds(units_of(self._problem).total, high)
         low, ratio = max(high / _CLOSE, least), _CLOSE
-        while low > least and self._meets(low):
+        while low > least and self.allows(low):
             high, ratio = low, ratio * ratio
             low = max(high / ratio, least)
         while high > low * _CLOSE:
             middle = (low + high) / 2
-            low, high = (low, middle) if self._meets(middle) else (middle, high)
+            low, high = (low, middle) if self.allows(middle) else (middle, high)
         return low

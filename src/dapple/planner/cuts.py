@@ -56,19 +56,17 @@ def _estimate(
     """The same for layouts of which one is given and of all the places."""
     cuts, stage = bounds.T, places.stage[:, which]
     times = places.seconds(stage, places.link[:, which], cuts)
-    forward, backward, _, after = times
-    before_f, before_b = (np.cumsum(way, axis=0) - way for way in (forward, backward))
-    late = (before_f + np.maximum(before_b + after[0], after))[::2]
+    forward, backward = times[:2]
     passed = np.zeros((len(forward) + 1, len(bounds)))
     np.cumsum(forward + backward, axis=0, out=passed[1:])
-    longest, rooms = longest_work(times), None
+    (late, longest), rooms = longest_work(times), None
     if problem.memory_is_known:
         state = problem.optimizer_state_factor
         rooms = places.bank.room(stage, cuts[:-1], cuts[1:], state, one.shard)
     results = []
     for policy in policies:
-        warmup = _warmups(problem, replace(one, policy=policy), rooms)
-        waits = _waits(forward[::2], passed, warmup, places.count) + late
+        warmup = _warmups(problem, one, policy, rooms)
+        waits = _waits(forward[::2], passed, warmup, places.count) + late[::2]
         step = np.maximum(longest, waits.max(axis=0))
         results.append(np.where(warmup.min(axis=0) > 0, step, np.inf))
     return np.array(results)
@@ -109,14 +107,14 @@ def better_cuts(
         Its estimate in seconds, infinite if nothing near it fits, and itself.
     """
     most = rounds if layout.num_stages <= _SHORT else min(rounds, _LONG_ROUNDS)
-    seconds, best = _climb_cuts(problem, [layout], policies, most, _single(layout.num_stages))[0]
+    seconds, best = _climb_cuts(problem, [layout], policies, most, 1)[0]
     for _ in range(most):
         if layout.num_stages < 3:
             break
-        found, other = _climb_cuts(problem, [best], policies, 1, _double(layout.num_stages))[0]
+        found, other = _climb_cuts(problem, [best], policies, 1, 2)[0]
         if not found < seconds * (1 - 1e-9):
             break
-        seconds, best = _climb_cuts(problem, [other], policies, most, _single(layout.num_stages))[0]
+        seconds, best = _climb_cuts(problem, [other], policies, most, 1)[0]
     return seconds, best
 
 
@@ -128,21 +126,39 @@ def better_cuts_of_all(
     alike: dict[tuple[int, int], list[int]] = {}
     for number, layout in enumerate(layouts):
         alike.setdefault((layout.num_stages, layout.micro_batches), []).append(number)
-    for (stages, _), numbers in alike.items():
+    for numbers in alike.values():
         group = [layouts[number] for number in numbers]
-        better = _climb_cuts(problem, group, policies, rounds, _single(stages))
+        better = _climb_cuts(problem, group, policies, rounds, 1)
         found.update(zip(numbers, better, strict=True))
     return [found[number] for number in range(len(layouts))]
 
 
 def _climb_cuts(
+    problem: Problem, layouts: Sequence[Layout], policies: Sequence[str], rounds: int, apart: int
+) -> list[tuple[float, Layout]]:
+    """Layouts of one length and M after the best of some moves each, while they help one.
+
+    A search comes by the same layouts again and again.
+
+    Args:
+        problem, layouts, policies, rounds: as above.
+        apart: how many cuts are moved at once, 1 or 2.
+    """
+    key = tuple(layouts), tuple(policies), rounds, apart
+    known = problem.better_cuts
+    if key not in known:
+        moves = (_single if apart == 1 else _double)(layouts[0].num_stages)
+        known[key] = _climbed(problem, layouts, policies, rounds, moves)
+    return known[key]
+
+
+def _climbed(
     problem: Problem,
     layouts: Sequence[Layout],
     policies: Sequence[str],
     rounds: int,
     moves: Ints,
 ) -> list[tuple[float, Layout]]:
-    """Layouts of one length and M after the best of some moves each, while they help one."""
     here, moving = np.array([layout.bounds for layout in layouts]), np.arange(len(layouts))
     one, places = layouts[0], Places.of(problem, layouts)
     guesses = _estimate(problem, one, places, moving, here, policies)
@@ -153,10 +169,11 @@ def _climb_cuts(
         nearby = here[moving, None] + moves
         row, move = np.nonzero((np.diff(nearby) > 0).all(axis=2))
         bounds, which = nearby[row, move], moving[row]
-        around = Around(places, here).longest_work(which, bounds, first[move], stages)
-        # No move stays, so that there is one of every layout.
-        useful = (around < seconds[which]) | (move == 0)
-        row, bounds, which = row[useful], bounds[useful], which[useful]
+        if one.num_stages > 2 * stages:
+            around = Around(places, here).longest_work(which, bounds, first[move], stages)
+            # No move stays, so that there is one of every layout.
+            useful = (around < seconds[which]) | (move == 0)
+            row, bounds, which = row[useful], bounds[useful], which[useful]
         guesses = _estimate(problem, one, places, which, bounds, policies)
         policy, least = guesses.argmin(axis=0), guesses.min(axis=0)
         begins = [*np.searchsorted(row, np.arange(len(moving))).tolist(), len(row)]
@@ -199,16 +216,16 @@ def _double(stages: int) -> Ints:
     )
 
 
-def _warmups(problem: Problem, layout: Layout, rooms: Floats | None) -> Ints:
+def _warmups(problem: Problem, layout: Layout, policy: str, rooms: Floats | None) -> Ints:
     """`Problem.guess_warmup` for all cuts, shape (S, P); 0 where a stage does not fit.
 
     Shape (S, 1) if they are the same for all.
     """
     whole = problem.schedule == "gpipe"
-    wanted = np.array(problem.wanted_warmup(layout))[:, None]
+    wanted = np.array(problem.wanted_warmup(layout, policy))[:, None]
     if rooms is None or (rooms >= wanted).all():
         return wanted
-    if layout.policy == WIDE and not whole:
+    if policy == WIDE and not whole:
         first = np.minimum(rooms[0], wanted[0]).astype(np.int64)
         falling = np.array(falling_counts(first, layout.num_stages))
         wanted = np.where(first < wanted[0], np.minimum(wanted, falling), wanted)

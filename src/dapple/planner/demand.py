@@ -15,11 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dapple.planner.fluid import Fluid
+from dapple.planner.layers import LayerTables, prefix
 from dapple.planner.mixed import units_of
 from dapple.planner.problem import Problem
-from dapple.planner.relaxed import best_route, least_rings
-from dapple.planner.shares import Shares, prefix
-from dapple.planner.tables import CostTables, Ints
+from dapple.planner.relaxed import least_rings
+from dapple.planner.shares import Shares
+from dapple.planner.tables import Ints
 from dapple.planner.traffic import Floats
 
 _SLACK = 1e-9
@@ -56,7 +57,7 @@ class Demand:
     """
 
     found: Shares
-    tables: CostTables
+    tables: LayerTables
     fluid: Fluid
     both: Floats
     forward: Floats
@@ -293,13 +294,13 @@ def _room(problem: Problem) -> float:
     if not problem.memory_is_known:
         return float(2**62)
     twice = sum(g.parameter_bytes * (len(g.members) - 1) for g in problem.profile.tied)
-    most = max(kind.memory for kind in problem.cluster.kind_of_device())
+    most = problem.most_memory
     return float(most) + (2 + problem.optimizer_state_factor) * twice
 
 
 def _entering(problem: Problem, found: Shares) -> tuple[Floats, Floats]:
     """Seconds of the least messages over each cut: forward and backward, and forward."""
-    latency, rate = best_route(problem)
+    latency, rate = problem.model.network.best_route
     certain = problem.layer_tables.certain_bytes
     seconds = []
     for size, rows in (

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dapple.planner.shares import Shares, prefix
+from dapple.planner.layers import prefix
+from dapple.planner.shares import Shares
 from dapple.planner.traffic import Floats
 
 _SLACK = 1e-9
@@ -99,11 +100,11 @@ class Fluid:
         differs = (1 + own / np.maximum(target - ways.max(axis=1, keepdims=True), least)) ** 2
         each = 1 / np.maximum(target - ways + own * np.minimum(differs / 2, 1.0), least)
         slope = cheapest * each * each
-        later = np.flip(prefix(np.flip(slope, axis=1)), axis=1)[:, 1:]
+        later = prefix(slope[:, ::-1])[:, -2::-1]
         if len(delays) == 1:
             terms = (costs * each + self.extra * later).min(axis=0, keepdims=True)
         else:
             terms = np.full_like(each, np.inf)
             for cost, extra in zip(costs, self.extra, strict=True):
                 np.minimum(terms, cost * each + extra * later, out=terms)
-        return np.flip(prefix(np.flip(terms, axis=1)), axis=1) * (1 - _SLACK)
+        return prefix(terms[:, ::-1])[:, ::-1] * (1 - _SLACK)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from dapple.planner.certificate import Prospects
+from dapple.planner.certificate import Prospects, lower_bound
 from dapple.planner.climb import climb
 from dapple.planner.cuts import better_cuts, better_cuts_of_all
 from dapple.planner.dynamic import trade_off
@@ -70,6 +70,7 @@ class GeneralSearch:
     judge: Judge
     prospects: Prospects | None = None  # to leave out M by; None: all are looked at
     _shortest: float = math.inf
+    _gain: float = math.inf
     _estimates: dict[Layout, float] = field(default_factory=dict)
     _frames: dict[tuple[Devices, int, int], Frame] = field(default_factory=dict)
     _grids: dict[tuple[Devices, int, int, int], Grid] = field(default_factory=dict)
@@ -83,6 +84,7 @@ class GeneralSearch:
         self._estimate(known)
         self._scout()
         self._split_in_two()
+        self._find_gain()
         for place, count in enumerate(self._best_counts()):
             if self._is_hopeless(count):
                 continue
@@ -90,7 +92,8 @@ class GeneralSearch:
             self._look_closely(count, everywhere)
             self._simulate_best()
         for layout in self._on_different_devices(self._ranked(), _CLIMBED):
-            self._estimate(climb(self.problem, layout))
+            if self._estimates[layout] <= self._shortest:
+                self._estimate(climb(self.problem, layout))
         best = LocalSearch(self.problem, self.judge).run(self._estimates)
         if best is not None and self._is_worth_more(best[1]):
             self._explore(best[0])
@@ -149,15 +152,23 @@ class GeneralSearch:
         if seconds is not None:
             self._shortest = min(self._shortest, seconds)
 
+    def _find_gain(self) -> None:
+        """What the shortest step so far may be longer than the best, relatively: effort is for that."""
+        if self.prospects is None or math.isinf(self._shortest):
+            return
+        self._simulate_best()
+        bound = lower_bound(self.problem, self._shortest, self._best_counts()[0], self.prospects)
+        self._gain = self._shortest / bound - 1 if bound else math.inf
+
     def _fill_and_work(self, count: int) -> float:
         """About how long a step must take: the work spread over all devices, and a part of it."""
         tables = self.problem.tables(count)
-        forward, backward = tables.layer_seconds(tables.first_rows)
+        forward, backward = tables.layers.layer_seconds(tables.first_rows)
         return float(forward[-1] + backward[-1]) * (count / self.problem.num_devices + _FILL)
 
     @property
     def _limit(self) -> float:
-        return min(self._estimates.values(), default=np.inf) * _LIMIT
+        return min(self._estimates.values(), default=np.inf) * min(_LIMIT, 1 + self._gain)
 
     def _split_in_two(self) -> None:
         """Two stages on all devices, in every ratio: a few devices behind many are easily missed."""

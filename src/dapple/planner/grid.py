@@ -102,12 +102,12 @@ def choose_marks(tables: CostTables, limit: int) -> Ints:
     layers = tables.profile.num_layers
     if layers <= limit:
         return np.arange(layers + 1)
-    forward, backward = tables.layer_seconds(tables.first_rows)
+    forward, backward = tables.layers.layer_seconds(tables.first_rows)
     share = np.arange(layers + 1) / layers * 0.1
-    for prefix in (forward + backward, tables.parameter_prefix):
+    for prefix in (forward + backward, tables.layers.parameter_prefix):
         share = share + (prefix / prefix[-1] if prefix[-1] > 0 else 0.0)
     bucket = np.minimum((share / share[-1] * limit).astype(int), limit - 1)
-    crossing = tables.crossing_bytes.forward
+    crossing = tables.layers.crossing_bytes.forward
     cost = crossing.per_row * tables.first_rows + crossing.fixed
     inner = np.arange(1, layers)
     by_bucket = inner[np.lexsort((inner, cost[inner], bucket[inner]))]
@@ -145,7 +145,7 @@ def make_grid(
     for number in used[used >= 0]:
         link = tables.link(*frame.links[number])
         forward_links[number], backward_links[number] = link.forward[marks], link.backward[marks]
-    update = _differences(tables.optimizer_prefix, marks)
+    update = _differences(tables.layers.optimizer_prefix, marks)
     exposed = np.zeros((len(frame.reduces), len(marks), len(marks)))
     used = distinct(frame.reduce_kind[:, options])
     rings = [number for number in used[used >= 0] if any(frame.reduces[number][1:])]
@@ -153,10 +153,10 @@ def make_grid(
         kinds, fixed, rate = zip(*(frame.reduces[number] for number in rings), strict=True)
         last = np.array([tables.stage(frame.stages[k]).likely_backward for k in kinds])
         ring = np.array(fixed), np.array(rate)
-        exposed[rings] = exposed_seconds(tables.parameter_prefix, last, *ring, marks)
+        exposed[rings] = exposed_seconds(tables.layers.parameter_prefix, last, *ring, marks)
         if problem.shard:
             widths = np.array([len(frame.stages[k]) for k in kinds])[:, None, None]
-            sizes = _differences(tables.parameter_prefix, marks)
+            sizes = _differences(tables.layers.parameter_prefix, marks)
             whole = ring[0][:, None, None] + ring[1][:, None, None] * sizes
             exposed[rings] += shared_update(update, widths, whole) - update
     return Grid(
@@ -194,8 +194,8 @@ def _reach(
     count = min(in_flight, tables.micro_batches)
     reach: Ints = np.full(len(marks), len(marks) - 1)
     for rows, memory in tables.splits.loads(devices):
-        saved = tables.saved_prefix(rows)
-        held = (factor * tables.parameter_prefix + count * saved)[marks]
+        saved = tables.layers.saved_prefix(rows)
+        held = (factor * tables.layers.parameter_prefix + count * saved)[marks]
         reach = np.minimum(reach, np.searchsorted(held, held + memory, side="right") - 1)
     return reach
 

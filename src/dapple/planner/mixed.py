@@ -18,9 +18,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from dapple.planner.distinct import distinct
+from dapple.planner.layers import all_at
 from dapple.planner.problem import Problem
 from dapple.planner.shares import Shares, row_ranges, shares
-from dapple.planner.tables import Ints, all_at
+from dapple.planner.tables import Ints
 from dapple.planner.traffic import Floats
 from dapple.planner.whole_rows import least_times
 from dapple.records import MOST_MICRO_BATCHES

@@ -78,21 +78,21 @@ class Places:
         return times
 
 
-def longest_work(times: Floats) -> Floats:
+def longest_work(times: Floats) -> tuple[Floats, Floats]:
     """What stages and transfers take without waiting for each other: the estimate without C_s.
 
     Args:
         times: as `Places.seconds` has them, of all stages.
 
     Returns:
-        Shape (P,).
+        What is before and behind each one's work, shape (2 S - 1, P), and the longest of all with
+        it, shape (P,).
     """
     forward, backward, work, after = times
     before_f, before_b = (np.cumsum(way, axis=0) - way for way in (forward, backward))
-    busy = before_f + work + np.maximum(before_b + after[0], after)
+    late = before_f + np.maximum(before_b + after[0], after)
     alone = (forward + backward).sum(axis=0) - before_b + after
-    longest: Floats = np.maximum(busy.max(axis=0), alone.max(axis=0))
-    return longest
+    return late, np.maximum((work + late).max(axis=0), alone.max(axis=0))
 
 
 class Around:

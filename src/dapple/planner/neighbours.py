@@ -145,7 +145,7 @@ def _split(problem: Problem, layout: Layout, focus: Sequence[int]) -> Iterator[L
 
 def _unrolled(problem: Problem, layout: Layout, focus: Sequence[int]) -> Iterator[Layout]:
     """A pipeline of single devices in place of a stage's replicas."""
-    forward, backward = problem.tables(layout.micro_batches).layer_seconds(1)
+    forward, backward = problem.layer_tables.layer_seconds(1)
     costs = np.diff(forward + backward)
     for stage in focus:
         devices = layout.devices[stage]
@@ -189,7 +189,7 @@ def other_counts(problem: Problem, layout: Layout) -> Iterator[Layout]:
 def _share(problem: Problem, micro_batches: int, start: int, stop: int, share: float) -> int:
     """The cut that leaves about `share` of the layers' time before it."""
     tables = problem.tables(micro_batches)
-    forward, backward = tables.layer_seconds(tables.first_rows)
+    forward, backward = tables.layers.layer_seconds(tables.first_rows)
     seconds = forward + backward
     wanted = seconds[start] + share * (seconds[stop] - seconds[start])
     return min(range(start + 1, stop), key=lambda layer: abs(float(seconds[layer]) - wanted))

@@ -42,7 +42,7 @@ class PaperCosts:
         self.rows = problem.global_batch_size / micro_batches
         self._problem, self._tables = problem, tables
         self._origin = np.where(self.places > 0, self.places, inputs)
-        self._parameters = tables.parameter_prefix[self.places]
+        self._parameters = tables.layers.parameter_prefix[self.places]
         self._links: dict[Hashable, Pair] = {}
         self.stage = functools.cache(self._stage)
         self.allreduce = functools.cache(self._allreduce)
@@ -50,7 +50,7 @@ class PaperCosts:
 
     def _stage(self, replicas: int) -> Pair:
         """Prefix sums of F and of B with so many replicas, shape (n + 1,) each."""
-        forward, backward = self._tables.layer_seconds(self.rows / replicas)
+        forward, backward = self._tables.layers.layer_seconds(self.rows / replicas)
         return forward[self._origin], backward[self._origin]
 
     def _link(self, senders: Devices, receivers: Devices) -> Pair:
@@ -58,7 +58,7 @@ class PaperCosts:
         key = self._problem.symmetry.link_key(senders, receivers)
         found = self._links.get(key)
         if found is None:
-            crossing = self._tables.crossing_bytes
+            crossing = self._tables.layers.crossing_bytes
             found = self._links[key] = (
                 self._transfer(senders, receivers, crossing.forward),
                 self._transfer(receivers, senders, crossing.backward),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -12,6 +13,7 @@ from dapple.cluster import Cluster
 from dapple.costs import CostModel, update_seconds
 from dapple.planner.bank import Bank
 from dapple.planner.batches import check_batch, check_known, even_counts, geometric_counts
+from dapple.planner.layers import LayerTables
 from dapple.planner.layout import WIDE, Layout, leaner
 from dapple.planner.memory import OPTIMIZER_STATE, Memory
 from dapple.planner.refusal import Refusal
@@ -92,6 +94,11 @@ class Problem:
     def speeds_differ(self) -> bool:
         """Whether the cluster has devices of different speed."""
         return len(set(self.speeds)) > 1
+
+    @cached_property
+    def most_memory(self) -> int:
+        """Bytes of the largest device."""
+        return max(kind.memory for kind in self._kinds)
 
     def with_proportional_rows(self) -> Problem:
         """The same, but replicas of different speed have rows in proportion to it."""
@@ -179,13 +186,18 @@ class Problem:
         return self.optimizer_state_factor / (replicas if shard else 1)
 
     @cached_property
-    def layer_tables(self) -> CostTables:
-        """Tables for what does not depend on M: times and bytes of layers at some rows."""
-        return self.tables(self.micro_batch_counts[0])
+    def layer_tables(self) -> LayerTables:
+        """What does not depend on M: times and bytes of layers at some rows."""
+        return LayerTables(self.profile)
 
     @cached_property
     def least_rings(self) -> dict[int, list[tuple[float, float]]]:
         """What `dapple.planner.relaxed.least_rings` found, by the number of replicas."""
+        return {}
+
+    @cached_property
+    def better_cuts(self) -> dict[Hashable, list[tuple[float, Layout]]]:
+        """What `dapple.planner.cuts` found, by layouts and moves."""
         return {}
 
     def tables(self, micro_batches: int) -> CostTables:
@@ -193,7 +205,7 @@ class Problem:
         found = self._tables.get(micro_batches)
         if found is None:
             found = CostTables(
-                self.profile,
+                self.layer_tables,
                 self.model.network,
                 self.symmetry,
                 self.global_batch_size,
@@ -257,14 +269,10 @@ class Problem:
             found.append(stage.model_copy(update=changes) if self.proportional else stage)
         return found
 
-    def wanted_warmup(self, layout: Layout) -> Sequence[int]:
-        """The policy's K_i, whatever the memory; GPipe wants M everywhere."""
-        if self.schedule == "gpipe":
-            return [layout.micro_batches] * layout.num_stages
-        stages, total = layout.num_stages, layout.micro_batches
-        if layout.policy == WIDE:
-            return [min(2 * k - 1, total) for k in warmup_counts(stages, 2 * total, "B")]
-        return warmup_counts(stages, total, layout.policy)
+    def wanted_warmup(self, layout: Layout, policy: str | None = None) -> Sequence[int]:
+        """The K_i of the layout's policy or another, whatever the memory; GPipe wants M everywhere."""
+        policy = self.schedule if self.schedule == "gpipe" else policy or layout.policy
+        return _wanted(layout.num_stages, layout.micro_batches, policy)
 
     def guess_warmup(self, layout: Layout) -> list[int] | None:
         """The counts of `fit`, found faster and not quite exact; None: it does not fit.
@@ -280,10 +288,7 @@ class Problem:
         for number, (start, stop) in enumerate(itertools.pairwise(layout.bounds)):
             devices = layout.devices[number]
             factor = self.state_factor(len(devices), layout.shard)
-            room = math.inf
-            for rows, memory in tables.splits.loads(devices):
-                fixed, each = tables.stage_bytes(start, stop, rows, factor)
-                room = min(room, (memory - float(fixed)) / max(float(each), 1.0))
+            room = tables.room(devices, start, stop, factor)
             want = min(wanted[number], counts[-1] if counts else total)
             if room < (want if self.schedule == "gpipe" else 1):
                 return None
@@ -342,3 +347,13 @@ class Problem:
     @cached_property
     def _profile_fingerprint(self) -> str:
         return self.profile.fingerprint()
+
+
+@functools.lru_cache(maxsize=1024)
+def _wanted(stages: int, total: int, policy: str) -> tuple[int, ...]:
+    """K_i of so many stages and micro-batches under a warm-up policy, or M under "gpipe"."""
+    if policy == "gpipe":
+        return (total,) * stages
+    if policy == WIDE:
+        return tuple(min(2 * k - 1, total) for k in warmup_counts(stages, 2 * total, "B"))
+    return warmup_counts(stages, total, policy)

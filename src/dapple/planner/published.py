@@ -46,13 +46,13 @@ def layer_costs(problem: Problem, micro_batches: int, most: int) -> LayerCosts:
     tables = problem.tables(micro_batches)
     marks, inputs = choose_marks(tables, most), leading_inputs(problem.profile)
     places = np.concatenate([[0], marks[marks > inputs]])
-    forward, backward = tables.layer_seconds(tables.first_rows)
+    forward, backward = tables.layers.layer_seconds(tables.first_rows)
     seconds = forward + backward
-    rows, crossing = tables.first_rows, tables.crossing_bytes
+    rows, crossing = tables.first_rows, tables.layers.crossing_bytes
     return LayerCosts(
         places,
         np.maximum(seconds[places] - seconds[inputs], 0.0),
-        tables.parameter_prefix[places],
+        tables.layers.parameter_prefix[places],
         (crossing.forward.per_row * rows + crossing.forward.fixed)[places],
         (crossing.backward.per_row * rows + crossing.backward.fixed)[places],
     )

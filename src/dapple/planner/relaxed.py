@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,12 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dapple.cluster import Link
-from dapple.costs.network import flow_rate
 from dapple.planner.exposed import exposed_seconds
+from dapple.planner.fluid import Fluid
+from dapple.planner.layers import LayerTables, prefix
 from dapple.planner.mixed import units_of
 from dapple.planner.problem import Problem
-from dapple.planner.shares import Shares, prefix
-from dapple.planner.tables import CostTables, Ints
+from dapple.planner.shares import Shares
+from dapple.planner.tables import Ints
 from dapple.planner.traffic import Floats, MessageBytes
 
 _SLACK = 1e-9
@@ -26,146 +26,177 @@ class Relaxed:
     """Costs that no plan with these numbers of micro-batches undercuts. R replica counts.
 
     Attributes:
-        widths: shape (R,), units of speed (`dapple.planner.mixed`), devices where all are equally
-            fast; others are no faster than one of these.
-        both: shape (R, N + 1, N + 1): F + B of layers i..j.
-        forward: shape (R, N + 1, N + 1): F.
-        work: shape (R, N + 1, N + 1): W; infinite where they can't fit.
-        after: shape (R, N + 1, N + 1): AllReduce and optimizer.
-        work_after: work + after.
-        link_both, link_forward, link_work: shape (R, R, N + 1): transfers between stages of these
-            replica counts over each cut, F + B, F and W.
+        widths: shape (R,), ascending, units of speed (`dapple.planner.mixed`), devices where all
+            are equally fast; others are no faster than one of these.
+        ways: shape (R, 2, N + 1), prefix sums: F + B and F.
+        work: shape (R, N + 1), prefix sums: W.
+        busy: shape (R, N + 1, N + 1): W and what comes behind it, of layers i..j; infinite where
+            they can't fit.
+        after: shape (R, N + 1): AllReduce and optimizer of layers 0..j.
+        link_ways: shape (R, R, 2, N + 1): transfers between stages of these replica counts over
+            each cut, F + B and F, whichever of the two sends.
+        link_work: shape (R, R, N + 1): W of the same.
         linked: shape (N + 1,): whether the stages at the cut wait for each other.
+        fluid: what is needed for the layers behind a cut.
         devices: units of the cluster.
     """
 
     widths: Ints
-    both: Floats
-    forward: Floats
+    ways: Floats
     work: Floats
+    busy: Floats
     after: Floats
-    work_after: Floats
-    link_both: Floats
-    link_forward: Floats
+    link_ways: Floats
     link_work: Floats
     linked: NDArray[np.bool_]
+    fluid: Fluid
     devices: int
 
 
-def relax(problem: Problem, found: Shares) -> Relaxed:
-    """Relaxed costs for all M of a range of `row_ranges`."""
+def relax(problem: Problem, found: Shares, fluid: Fluid | None = None) -> Relaxed:
+    """Relaxed costs for all M of a range of `row_ranges`; `fluid`: of the same, if at hand."""
     speed = max(problem.speeds)
-    memory = max(kind.memory for kind in problem.cluster.kind_of_device())
     tables = problem.layer_tables
-    empty = np.tri(problem.num_layers + 1, dtype=np.bool_)
-    work = _differences(prefix(found.work / speed))
-    work[empty | (_least_bytes(problem, tables, found) > memory)] = np.inf
-    after = _after(problem, tables, found, speed)
-    link_both, link_forward, link_work = _links(problem, found)
+    work = prefix(found.work / speed)
+    busy = _after(problem, tables, found, speed)
+    after = busy[:, 0].copy()
+    busy += work[:, None, :]
+    busy -= work[:, :, None]
+    busy[~_fits(problem, tables, found)] = np.inf
+    both = np.stack([found.forward + found.backward, found.forward], axis=1)
+    link_ways, link_work = _links(problem, found)
     return Relaxed(
         widths=found.units,
-        both=_differences(prefix((found.forward + found.backward) / speed)),
-        forward=_differences(prefix(found.forward / speed)),
+        ways=prefix(both / speed),
         work=work,
-        work_after=work + after,
+        busy=busy,
         after=after,
-        link_both=link_both,
-        link_forward=link_forward,
+        link_ways=link_ways,
         link_work=link_work,
         linked=tables.linked,
+        fluid=fluid or Fluid.of(found, speed, bool(tables.linked[1:-1].all())),
         devices=units_of(problem).total,
     )
 
 
 def meets(relaxed: Relaxed, target: float) -> bool:
     """Whether the relaxed costs allow a step of `target` seconds."""
-    layers, options = relaxed.both.shape[1], len(relaxed.widths)
+    options, _, layers = relaxed.ways.shape
     limit = target * (1 + _SLACK)
-    prefix = np.full((relaxed.devices + 1, options, layers), np.inf)
-    prefix_f = np.full((relaxed.devices + 1, options, layers), np.inf)
+    # Of layers before each cut on so many devices, by the last stage's replicas: the least of
+    # A_0 + F + B and of F of all stages.
+    before = np.full((relaxed.devices + 1, options, 2, layers), np.inf)
     # The first stage begins at layer 0, and its AllReduce ends the step.
-    allowed = relaxed.work[:, 0] + relaxed.after[:, 0] <= limit
-    alone = np.where(allowed, relaxed.after[:, 0] + relaxed.both[:, 0], np.inf)
-    alone_f = np.where(allowed, relaxed.forward[:, 0], np.inf)
+    alone = relaxed.ways.copy()
+    alone[:, 0] += relaxed.after
+    np.copyto(alone, np.inf, where=(relaxed.busy[:, 0] > limit)[:, None])
     first, last = _band(relaxed, limit)
+    counts, widths = np.arange(relaxed.devices + 1), relaxed.widths.tolist()
+    behind_of, fit_of = (
+        np.searchsorted(relaxed.widths, counts, side=side).tolist() for side in ("left", "right")
+    )
     for e in range(1, relaxed.devices + 1):
-        fits, now = relaxed.widths <= e, np.flatnonzero(relaxed.widths < e)
-        prefix[e, fits], prefix_f[e, fits] = alone[fits], alone_f[fits]
-        starts = e - relaxed.widths[now]
-        if not len(now) or first[e] > last[e]:
-            continue
-        some = slice(int(first[starts].min()), int(last[starts].max()) + 1)
-        if some.start >= some.stop:
-            continue
-        before = prefix[starts, :, some], prefix_f[starts, :, some]
-        base, base_f = _entered(relaxed, *before, now, some, limit)
-        ends = slice(int(first[e]), int(last[e]) + 1)
-        late = ~(base_f[:, :, None] + relaxed.work_after[now, some, ends] <= limit)
-        late |= ~(base[:, :, None] + relaxed.work[now, some, ends] <= limit)
-        for entered, own, reached in (
-            (base, relaxed.both, prefix),
-            (base_f, relaxed.forward, prefix_f),
-        ):
-            sums = entered[:, :, None] + own[now, some, ends]
-            np.copyto(sums, np.inf, where=late)
-            reached[e, now, ends] = np.minimum(sums.min(axis=1), reached[e, now, ends])
-    return bool(prefix[:, :, -1].min() <= limit)
+        here, behind, fit = before[e], behind_of[e], fit_of[e]
+        here[:fit] = alone[:fit]
+        if behind and first[e] <= last[e]:
+            # The last stages of these options begin behind e - width devices, and bands ascend.
+            some = slice(first[e - widths[behind - 1]], last[e - widths[0]] + 1)
+            ends = slice(first[e], last[e] + 1)
+            if some.start < some.stop:
+                starts = e - relaxed.widths[:behind]
+                entered = _entered(relaxed, before[starts, :, :, some], some, limit)
+                option, begin = np.nonzero(np.isfinite(entered[:, 0]))
+                if len(option):
+                    found = entered[option, :, begin], option, begin + some.start
+                    _add(relaxed, here, found, ends, limit)
+        if last[e] == layers - 1 and here[:, 0, -1].min() <= limit:
+            return True
+    return False
 
 
-def _band(relaxed: Relaxed, limit: float) -> tuple[Ints, Ints]:
+def _add(
+    relaxed: Relaxed, here: Floats, stages: tuple[Floats, Ints, Ints], ends: slice, limit: float
+) -> None:
+    """Put the best of some stages behind each of the cuts where they may end.
+
+    Args:
+        relaxed: the costs.
+        here: shape (R, 2, N + 1), what is known of as many devices.
+        stages: shapes (P, 2), (P,), (P,): the least sums when it begins, which option, ascending,
+            and the layer where it begins.
+        ends: cuts.
+        limit: what no stage may exceed.
+    """
+    entered, option, begin = stages
+    work, ways = relaxed.work[option], relaxed.ways[option]
+    rows = np.arange(len(option))
+    sums = (entered[:, 0] - work[rows, begin])[:, None] + work[:, ends]
+    late = sums > limit
+    np.add(entered[:, 1, None], relaxed.busy[option, begin, ends], out=sums)
+    late |= sums > limit
+    begins = np.concatenate([[0], np.flatnonzero(option[1:] != option[:-1]) + 1])
+    both = (entered - ways[rows, :, begin])[:, :, None] + ways[:, :, ends]
+    np.copyto(both, np.inf, where=late[:, None])
+    reached = np.minimum.reduceat(both, begins, axis=0)
+    options = option[begins]
+    here[options, :, ends] = np.minimum(here[options, :, ends], reached)
+
+
+def _band(relaxed: Relaxed, limit: float) -> tuple[list[int], list[int]]:
     """First and last cut, for each number of devices, that they can and must have come to.
 
     No device works for longer than the limit, and layers take some device-seconds at least.
     """
-    steps = np.arange(relaxed.both.shape[1] - 1)
-    least = (relaxed.work[:, steps, steps + 1] * relaxed.widths[:, None]).min(axis=0)
+    least = (np.diff(relaxed.work) * relaxed.widths[:, None]).min(axis=0)
     done = np.concatenate([[0.0], np.cumsum(least)])
-    left = np.concatenate([np.cumsum(least[::-1])[::-1], [0.0]])
-    can = limit * np.arange(relaxed.devices + 1) * (1 + _SLACK)
-    last: Ints = np.searchsorted(done, can, side="right") - 1
-    first: Ints = len(left) - np.searchsorted(left[::-1], can[::-1], side="right")
-    return first, last
+    devices = np.arange(relaxed.devices + 1)
+    last = np.searchsorted(done, limit * devices * (1 + _SLACK), side="right") - 1
+    needed = relaxed.fluid.needed(limit, np.zeros(1))[0]
+    first = np.searchsorted(-needed, devices - relaxed.devices)
+    return first.tolist(), last.tolist()
 
 
-def _entered(
-    relaxed: Relaxed, prefix: Floats, prefix_f: Floats, now: Ints, cuts: slice, limit: float
-) -> tuple[Floats, Floats]:
-    """The least prefixes when a stage begins, its transfer included; shape (now, cuts).
+def _entered(relaxed: Relaxed, before: Floats, cuts: slice, limit: float) -> Floats:
+    """The least sums when a stage begins, its transfer included; shape (options, 2, cuts).
 
     Args:
         relaxed: the costs.
-        prefix, prefix_f: shape (now, options before, cuts), of A_0 + F + B and of F.
-        now: options of the stage that begins.
+        before: shape (options, options before, 2, cuts), the sums without it, by the options of
+            the stage that begins, the first ones.
         cuts: where it may begin.
-        limit: what no transfer may exceed with its prefix.
+        limit: what no transfer may exceed with the sum before it.
     """
-    both, forward, work = (
-        link[:, now, cuts].swapaxes(0, 1)
-        for link in (relaxed.link_both, relaxed.link_forward, relaxed.link_work)
-    )
-    entered = np.where(prefix + work <= limit, prefix + both, np.inf)
-    entered_f = prefix_f + forward
-    linked = relaxed.linked[cuts]
-    if not linked.all():
+    options = len(before)
+    entered: Floats = before + relaxed.link_ways[:options, :, :, cuts]
+    late = before[:, :, 0] + relaxed.link_work[:options, :, cuts] > limit
+    np.copyto(entered, np.inf, where=late[:, :, None])
+    if not relaxed.fluid.linked:
         # Stages that do not wait for each other start afresh.
-        apart = np.where(np.isfinite(prefix), 0.0, np.inf)
-        entered = np.where(linked, entered, apart)
-        entered_f = np.where(linked, entered_f, apart)
-    return entered.min(axis=1), np.where(np.isfinite(entered), entered_f, np.inf).min(axis=1)
+        afresh = np.where(np.isfinite(before), 0.0, np.inf)
+        np.copyto(entered, afresh, where=~relaxed.linked[cuts])
+    least: Floats = entered.min(axis=1)
+    return least
 
 
-def _least_bytes(problem: Problem, tables: CostTables, found: Shares) -> Floats:
-    """Parameters, gradients, optimizer state and one saved micro-batch; shape (R, N + 1, N + 1)."""
+def _fits(problem: Problem, tables: LayerTables, found: Shares) -> NDArray[np.bool_]:
+    """Where layers i..j, one at least, may fit a device; shape (R, N + 1, N + 1).
+
+    They hold parameters, gradients, optimizer state and one saved micro-batch.
+    """
+    some = ~np.tri(problem.num_layers + 1, dtype=np.bool_)
     if not problem.memory_is_known:
-        return np.zeros((len(found.widths), problem.num_layers + 1, problem.num_layers + 1))
+        return np.broadcast_to(some, (len(found.widths), *some.shape))
     tied = sum(group.parameter_bytes * (len(group.members) - 1) for group in problem.profile.tied)
     parameters = np.maximum(_differences(tables.parameter_prefix) - tied, 0.0)
     factors = [2 + problem.state_factor(int(most), problem.shard) for most in found.most_widths]
     saved = np.array([tables.saved_prefix(int(rows)) for rows in found.held_rows])
-    return np.array(factors)[:, None, None] * parameters + _differences(saved)
+    held = _differences(saved)
+    held += np.array(factors)[:, None, None] * parameters
+    fits: NDArray[np.bool_] = (held <= problem.most_memory) & some
+    return fits
 
 
-def _after(problem: Problem, tables: CostTables, found: Shares, speed: float) -> Floats:
+def _after(problem: Problem, tables: LayerTables, found: Shares, speed: float) -> Floats:
     """AllReduce behind the last backward, and optimizer, shape (R, N + 1, N + 1)."""
     layers = np.arange(problem.num_layers + 1)
     own = np.maximum(tables.own_parameter_bytes(layers[:, None], layers[None, :]), 0.0)
@@ -174,10 +205,11 @@ def _after(problem: Problem, tables: CostTables, found: Shares, speed: float) ->
     numbers = np.repeat(np.arange(len(rings)), [len(options) for options in rings])
     fixed, rate = np.array([ring for options in rings for ring in options]).T
     last = prefix(found.last_backward / speed)[numbers]
-    whole = fixed[:, None, None] * tables.fewest_buckets(own)
-    whole = whole + rate[:, None, None] * own - _differences(last)
     exposed = exposed_seconds(tables.untied_prefix, last, fixed, rate)
-    exposed = np.maximum(exposed, np.where(own > 0, whole, 0.0))
+    whole = fixed[:, None, None] * tables.fewest_buckets(own)
+    whole += rate[:, None, None] * own
+    whole -= _differences(last)
+    np.maximum(exposed, whole, out=exposed, where=own > 0)
     begins = np.searchsorted(numbers, np.arange(len(rings)))
     least: Floats = np.minimum.reduceat(exposed, begins, axis=0)
     parts = found.most_widths[:, None, None] if problem.shard else 1
@@ -228,9 +260,12 @@ def _ring_rate(link: Link, paper: bool) -> float:
     return rate if paper else min(rate, link.bandwidth)
 
 
-def _links(problem: Problem, found: Shares) -> tuple[Floats, Floats, Floats]:
-    """Least seconds of the message between the first replicas of two stages: F + B, F, work."""
-    latency, rate = best_route(problem)
+def _links(problem: Problem, found: Shares) -> tuple[Floats, Floats]:
+    """Least seconds of the message between the first replicas of two stages: F + B and F, work.
+
+    The same whichever of the two sends.
+    """
+    latency, rate = problem.model.network.best_route
     certain = problem.layer_tables.certain_bytes
 
     def seconds(rows: Floats, size: MessageBytes, messages: int = 1) -> Floats:
@@ -252,7 +287,7 @@ def _links(problem: Problem, found: Shares) -> tuple[Floats, Floats, Floats]:
     if shares_cards and not problem.speeds_differ:
         crowded = _crowding(problem, found)[:, :, None]
         whole += [crowded * certain.forward.per_row, crowded * certain.backward.per_row]
-    return forward + backward, forward, np.maximum.reduce(whole)
+    return np.stack([forward + backward, forward], axis=2), np.maximum.reduce(whole)
 
 
 def _crowding(problem: Problem, found: Shares) -> Floats:
@@ -284,23 +319,6 @@ def _least_rows(batch: int, found: Shares, replicas: Ints) -> Ints:
         rows.append(larger * ((size + 1) // replicas) + (count - larger) * (size // replicas))
     least: Ints = np.minimum(*rows)
     return least
-
-
-def best_route(problem: Problem) -> tuple[float, float]:
-    """The least latency and the highest rate among all pairs of devices."""
-    sizes, network = problem.machine_sizes, problem.model.network
-    first = np.cumsum([0, *sizes]).tolist()
-    routes = [network.route(first[m], first[m] + 1) for m, size in enumerate(sizes) if size > 1]
-    cards = [group.outside for group in problem.cluster.machine_groups()]
-    outside = [(m, card) for m, card in enumerate(cards) if card is not None and len(sizes) > 1]
-    # The worse of two cards counts: the two fastest give the highest rate, and likewise latency.
-    for worst in (lambda card: -flow_rate(card), lambda card: card.latency):
-        pair = sorted(outside, key=lambda end: worst(end[1]))[:2]
-        if len(pair) == 2:
-            routes.append(network.route(first[pair[0][0]], first[pair[1][0]]))
-    if not routes:
-        return 0.0, math.inf
-    return min(route.latency for route in routes), max(route.rate for route in routes)
 
 
 def _differences(sums: Floats) -> Floats:

@@ -114,10 +114,3 @@ def _widths(devices: int, most: int, least: int) -> Ints:
     other = (np.diff(first, prepend=0) != 0) | (np.diff(last, prepend=0) != 0)
     widths: Ints = counts[other]
     return widths
-
-
-def prefix(values: Floats) -> Floats:
-    """Sums over the layers before each cut, shape (..., N) -> (..., N + 1)."""
-    sums = np.zeros((*values.shape[:-1], values.shape[-1] + 1))
-    np.cumsum(values, axis=-1, out=sums[..., 1:])
-    return sums

@@ -40,6 +40,7 @@ class Symmetry:
         self.memories = frozenset(kind.memory for kind in self._kinds)
         self._one_kind = len(set(self._kinds)) == 1
         self._rings: dict[Hashable, tuple[float, float]] = {}
+        self._cost_keys: dict[Devices, Hashable] = {}
         self._link_keys: dict[tuple[Devices, Devices], Hashable] = {}
 
     def least_memory(self, devices: Devices) -> int:
@@ -53,6 +54,13 @@ class Symmetry:
         if self._one_kind:
             return len(devices)
         return tuple((self._kinds[d].speed, self._kinds[d].memory) for d in devices)
+
+    def cost_key(self, devices: Devices) -> Hashable:
+        """Equal where also their AllReduces take the same time."""
+        found = self._cost_keys.get(devices)
+        if found is None:
+            found = self._cost_keys[devices] = (self.stage_key(devices), self.reduce_cost(devices))
+        return found
 
     def link_key(self, senders: Devices, receivers: Devices) -> Hashable:
         """Equal where transfers between the two stages take the same routes."""

@@ -30,7 +30,7 @@ def torchgpipe(problem: Problem, micro_batches: int) -> Iterator[Layout]:
     Where the balance leaves a block empty, which torchgpipe refuses, the block is left out.
     """
     tables = problem.tables(micro_batches)
-    forward, backward = tables.layer_seconds(tables.first_rows)
+    forward, backward = tables.layers.layer_seconds(tables.first_rows)
     both = forward + backward
     costs = [float(b - a) for a, b in itertools.pairwise(both)]
     stops = block_partition(costs, min(problem.num_layers, problem.num_devices))
