@@ -30,13 +30,16 @@ clean:  ## remove .venv, caches and runs
 	rm -rf .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The stamps are newer than what they were installed from; [dev] brings all of [train].
+# The stamps are newer than what they were installed from; [dev] brings all of [train]. pip compiles
+# what it installs, but not what it links to; without, every start takes a fifth of a second longer.
 $(VENV)/.installed-dev: $(VENV)/bin/pip pyproject.toml constraints.txt
 	$(PIP_INSTALL) --no-build-isolation -e '.[dev]'
+	@$(VENV)/bin/python -m compileall -q src
 	@touch $(VENV)/.installed-train $@
 
 $(VENV)/.installed-train: $(VENV)/bin/pip pyproject.toml constraints.txt
 	$(PIP_INSTALL) --no-build-isolation -e '.[train]'
+	@$(VENV)/bin/python -m compileall -q src
 	@touch $@
 
 # pip is the last thing that venv makes, so a half-made .venv is made again. The build backend comes
