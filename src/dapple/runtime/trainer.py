@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,6 @@ from dapple.graph.precision import Precision, PrecisionName
 from dapple.records import Plan, Timeline
 from dapple.runtime.agreement import (
     GlobalLoss,
-    check_same,
-    check_updates,
-    check_weights,
     plan_in_words,
     start_global_loss,
 )
@@ -29,9 +26,8 @@ from dapple.runtime.batch import Batch, WeightFunction
 from dapple.runtime.buffers import WrittenBuffers
 from dapple.runtime.compiling import CompileOptions
 from dapple.runtime.evaluation import Evaluator
-from dapple.runtime.freezing import Freezing, Shared
 from dapple.runtime.handing import Hands
-from dapple.runtime.layout import Layout
+from dapple.runtime.meeting import Meeting
 from dapple.runtime.memory import MemoryMeter
 from dapple.runtime.metrics import Metric
 from dapple.runtime.objectives import Objectives
@@ -141,35 +137,35 @@ class Trainer:
         self._steps = 0
         self._is_closed = False
         self._precision = Precision(precision, self.device)
-        self._told = {
+        told = {
             "the plan": plan_in_words(plan),
             "precision": precision,
             "batch_norm": batch_norm,
             "clipping": f"{None if clip_norm is None else (float(clip_norm), float(norm_type))}",
             "the list of metrics": f"{list(self._metrics)}",
         }
-        self._names = list(graph.parameters())
+        names = list(graph.parameters())
         self.parts = Parts(graph, self.topology, self.device, self._precision, batch_norm, compile)
         self._hands = Hands(graph, self.topology, self.parts, self.device)
         self._transport = transport or connect(graph, self.topology)
         trainable = self.parts.trainable()
         tied = tied_ranks(graph, self.topology, trainable)
-        self._freezing = Freezing(
-            trainable,
-            self.parts.frozen(),
-            self.topology.position,
-            len(plan.positions),
+        self._meeting = Meeting(
+            graph,
+            names,
+            self.parts,
+            self.topology,
             tied,
-            [group[0][1] for group in graph.tied],
+            told,
+            self._transport,
+            self.device,
+            self._progress,
         )
         ranks = self.topology.ranks[self.topology.stage]
-        self._unchecked: Callable[[], None] | None = functools.partial(
-            check_weights, trainable, ranks, tied, self._transport
-        )
         self._gradients = RankGradients(trainable, self.parts.parameter_orders(), ranks, tied)
         self._updating = make_update(
             trainable,
-            self._names,
+            names,
             self.topology,
             tied,
             self._transport,
@@ -276,11 +272,8 @@ class Trainer:
         """
         handed = self._take("step", inputs, targets, global_batch_size)
         with self._watch.guard():
-            self._freezing.check_thawed()
-            call = f"update={update}, metrics={metrics}"
-            self._agree(handed.layout, f"step with {call}", self._freezing.shared())
-            if self._steps == 0:
-                check_updates(self._updating.writes, self._transport, self.device)
+            call = f"step with update={update}, metrics={metrics}"
+            self._meeting.before_step(handed.layout, call, self._updating.writes)
             return self._step(handed, update, metrics)
 
     def evaluate(
@@ -293,7 +286,7 @@ class Trainer:
         """
         handed = self._take("evaluate", inputs, targets, global_batch_size)
         with self._watch.guard():
-            self._agree(handed.layout, "evaluate")
+            self._meeting.before(handed.layout, "evaluate")
             batch = self._hands.batch(handed)
             if self.topology.is_last:
                 batch.objective = self._objectives.make(handed, training=False, metrics=True)
@@ -317,7 +310,7 @@ class Trainer:
         layout = handed.layout
         outputs = Outputs(self._graph.output_specs(training=False), layout.global_batch_size)
         with self._watch.guard():
-            self._agree(layout, "predict")
+            self._meeting.before(layout, "predict")
             batch = self._hands.batch(handed)
             batch.outputs = outputs if self.topology.is_last else None
             self._evaluator.run(batch, layout)
@@ -432,16 +425,6 @@ class Trainer:
                 "trainer when all is done, or make another one"
             )
         return self._hands.take(inputs, targets, global_batch_size)
-
-    def _agree(self, layout: Layout, call: str, shared: Sequence[Shared] = ()) -> None:
-        self._progress.set("barrier", None)
-        told = {**self._told, "the call": call}
-        groups = self._freezing.num_groups
-        if not check_same(layout, told, self._transport, self.device, shared, groups):
-            self._freezing.refuse(self._names, self._transport, self.device)
-        if self._unchecked is not None:
-            self._unchecked()
-            self._unchecked = None
 
     def _summing(self, stage: int, is_last: bool) -> AbstractContextManager[None]:
         return self._gradients.summing(self._transport, stage, is_last)
