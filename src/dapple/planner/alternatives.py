@@ -15,7 +15,7 @@ import numpy as np
 
 from dapple.planner.cuts import estimate_all
 from dapple.planner.layout import Layout
-from dapple.planner.local import guess_seconds
+from dapple.planner.local import guess_seconds, replicas_are_alike
 from dapple.planner.neighbours import idle_choices
 from dapple.planner.problem import Problem
 from dapple.planner.traffic import Devices
@@ -24,12 +24,16 @@ from dapple.records import StagePlan
 Value = TypeVar("Value")
 _CUTS, _PARTS = 24, 8
 """Most places to split a stage at, and most ways to share out its devices."""
+_EIGHTH = 4
+"""Devices from which on such parts are whole eighths: often whole machines, with replicas that are alike."""
 _FITTED = 100
 """Most layouts that are fitted into the memory one by one."""
 _PROMISING = 4
 """Layouts that are worth a simulation."""
 _LONG = 50_000
 """Simulated computations for all of them together; one is simulated however long it takes."""
+_COSTLY = 30_000
+"""Computations of one beyond which those whose replicas are alike, which takes less, are looked at first."""
 
 
 def one_stage_fewer(problem: Problem, stages: Sequence[StagePlan], count: int) -> list[Layout]:
@@ -74,7 +78,9 @@ def _split(problem: Problem, stages: Sequence[StagePlan], count: int) -> Iterato
 
 def _in_two(own: Devices, idle: Sequence[int]) -> Iterator[tuple[Devices, Devices]]:
     """The devices shared out, in their order; or one that is idle before or behind them."""
-    for first in _evenly(range(1, len(own)), _PARTS):
+    eighth = len(own) // _PARTS
+    whole = range(eighth, len(own), eighth) if eighth >= _EIGHTH else ()
+    for first in whole or _evenly(range(1, len(own)), _PARTS):
         yield own[:first], own[first:]
     for device in idle:
         yield (device,), own
@@ -95,7 +101,10 @@ def _promising(problem: Problem, layouts: Iterable[Layout]) -> list[Layout]:
     # What saves memory is up to `Problem.fit`, layout by layout.
     saving = problem.recompute or problem.shard
     guesses = _fitted(problem, found) if saving else _estimated(problem, found)
-    return [layout for _, layout in sorted(guesses)[:most]]
+    ranked = [layout for _, layout in sorted(guesses)]
+    if work > _COSTLY:
+        ranked.sort(key=lambda layout: not replicas_are_alike(problem, layout))
+    return ranked[:most]
 
 
 def _fitted(problem: Problem, layouts: Sequence[Layout]) -> Iterator[tuple[float, Layout]]:

@@ -21,7 +21,7 @@ from dapple.planner.traffic import Devices
 Guess = tuple[float, Layout]
 _START_ROUNDS = 3
 """How many cuts of layouts to begin with are moved in a row."""
-_EXPANDED, _PATIENCE = 16, 6
+_EXPANDED, _PATIENCE = 10, 4
 """Layouts whose surroundings are looked at, best first; so many at most without a better one."""
 _LIMIT = 1.1
 """Layouts whose estimate is longer than the best by more are forgotten."""

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -94,9 +95,10 @@ class GeneralSearch:
         for layout in self._on_different_devices(self._ranked(), _CLIMBED):
             if self._estimates[layout] <= self._shortest:
                 self._estimate(climb(self.problem, layout))
-        best = LocalSearch(self.problem, self.judge).run(self._estimates)
+        local = LocalSearch(self.problem, self.judge)
+        best = local.run(self._estimates)
         if best is not None and self._is_worth_more(best[1]):
-            self._explore(best[0])
+            self._explore(best[0], local.seen)
 
     def _is_worth_more(self, best: Layout) -> bool:
         """Whether a plan is one of very many like it: a pipeline that is long, yet can be looked at."""
@@ -104,27 +106,27 @@ class GeneralSearch:
         few = self.problem.num_devices <= _FEW_DEVICES
         return few and size > _SMALL and _LONG[0] <= best.num_stages <= _LONG[1]
 
-    def _explore(self, best: float) -> None:
+    def _explore(self, best: float, seen: set[Layout]) -> None:
         """From the best of each length and M uphill; from the best for an M, the best around first.
 
         Args:
             best: the shortest simulated step so far.
+            seen: layouts whose surroundings were simulated.
         """
         ranked, before = self._ranked(), set(self._estimates)
         firsts: dict[tuple[int, int], Layout] = {}
         for layout in ranked:
             firsts.setdefault((layout.num_stages, layout.micro_batches), layout)
-        ways: list[Iterable[Layout]] = []
+        around: list[Iterable[Layout]] = []
         for count in self._best_counts()[:_EXPLORED]:
             alike = (layout for layout in ranked if layout.micro_batches == count)
-            ways.append(best_first(self.problem, self._on_different_devices(alike, _CLIMBED)))
+            around.append(best_first(self.problem, self._on_different_devices(alike, _CLIMBED)))
         starts = list(firsts.values())[:_UPHILL]
-        ways.append(other for layout in starts for other in uphill(self.problem, layout))
-        for way in ways:
-            self._estimate(way)
+        for ways in (around, (uphill(self.problem, layout) for layout in starts)):
+            self._estimate(itertools.chain.from_iterable(ways))
             new = {o: s for o, s in self._estimates.items() if o not in before and s < best}
             before.update(self._estimates)
-            found = LocalSearch(self.problem, self.judge).run(new)
+            found = LocalSearch(self.problem, self.judge, seen).run(new)
             best = min(best, found[0]) if found else best
 
     def _scout(self) -> None:

@@ -41,6 +41,7 @@ class LocalSearch:
 
     problem: Problem
     judge: Judge
+    seen: set[Layout] = field(default_factory=set)  # what was changed before, here or by others
     _longer: dict[tuple[Devices, ...], dict[int, float]] = field(default_factory=dict)
     _least_longer: dict[int, float] = field(default_factory=dict)
     _left: int = _WORK
@@ -108,17 +109,7 @@ class LocalSearch:
 
     def _units(self, layout: Layout) -> int:
         """How many replicas are simulated: of equal ones one, where rows and machines divide evenly."""
-        rows, machine = (
-            self.problem.tables(layout.micro_batches).first_rows,
-            self.problem.symmetry.period,
-        )
-        alike = bool(machine) and all(
-            rows % len(devices) == 0
-            and devices[-1] - devices[0] == len(devices) - 1
-            and (len(devices) % machine == 0 or machine % len(devices) == 0)
-            and devices[0] % min(len(devices), machine) == 0
-            for devices in layout.devices
-        )
+        alike = replicas_are_alike(self.problem, layout)
         return 4 * layout.num_stages if alike else sum(map(len, layout.devices))
 
     def _longer_than(self, layout: Layout, alike: bool) -> float:
@@ -134,8 +125,9 @@ class LocalSearch:
 
     def _improve(self, layout: Layout, seconds: float) -> tuple[float, Layout]:
         rounds = 0
-        while self._left > 0 or rounds < _LEAST_ROUNDS:
+        while (self._left > 0 or rounds < _LEAST_ROUNDS) and layout not in self.seen:
             rounds += 1
+            self.seen.add(layout)
             nearby = neighbours(self.problem, layout, slowest_stages(self.problem, layout))
             nearby += [other for _, other in changed(self.problem, layout)]
             nearby += [other for _, other in reshaped(self.problem, layout)]
@@ -155,6 +147,18 @@ def _different(results: Iterable[tuple[float, Layout]]) -> list[tuple[float, Lay
     for seconds, layout in sorted(results):
         found.setdefault((layout.devices, layout.micro_batches), (seconds, layout))
     return list(found.values())
+
+
+def replicas_are_alike(problem: Problem, layout: Layout) -> bool:
+    """Whether rows and machines divide evenly, so that the simulator merges a stage's replicas."""
+    rows, machine = problem.tables(layout.micro_batches).first_rows, problem.symmetry.period
+    return bool(machine) and all(
+        rows % len(devices) == 0
+        and devices[-1] - devices[0] == len(devices) - 1
+        and (len(devices) % machine == 0 or machine % len(devices) == 0)
+        and devices[0] % min(len(devices), machine) == 0
+        for devices in layout.devices
+    )
 
 
 def guess_seconds(problem: Problem, layout: Layout) -> float | None:
