@@ -12,13 +12,19 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dapple.planner.fluid import Fluid
 from dapple.planner.layers import LayerTables, prefix
 from dapple.planner.mixed import units_of
 from dapple.planner.problem import Problem
-from dapple.planner.relaxed import least_rings
+from dapple.planner.relaxed import (
+    caps_in_flight,
+    held_bytes,
+    least_in_flight,
+    least_rings,
+    memory_for,
+    to_the_end,
+)
 from dapple.planner.shares import Shares
 from dapple.planner.tables import Ints
 from dapple.planner.traffic import Floats
@@ -85,7 +91,7 @@ class Demand:
         speed = max(problem.speeds)
         rings = [least_rings(problem, int(width)) for width in found.widths]
         most = found.most_widths
-        factors = [2 + problem.state_factor(int(width), problem.shard) for width in most]
+        fixed, saved = held_bytes(problem, found)
         enter_both, enter_forward = _entering(problem, found)
         quickest = found.trip.min(axis=0) / speed
         return cls(
@@ -96,15 +102,15 @@ class Demand:
             forward=prefix(found.forward / speed),
             work=prefix(found.work / speed),
             trip=prefix(found.trip / speed),
-            back=_to_the_end(quickest, tables.linked),
+            back=to_the_end(quickest, tables.linked),
             last_backward=prefix(found.last_backward / speed),
             enter_both=enter_both,
             enter_forward=enter_forward,
-            fixed=np.outer(factors, tables.parameter_prefix),
-            saved=np.array([tables.saved_prefix(int(rows)) for rows in found.held_rows]),
-            memory=_room(problem),
-            in_flight=found.low if problem.schedule == "gpipe" else 1,
-            capped=problem.memory_is_known and not problem.recompute,
+            fixed=fixed,
+            saved=saved,
+            memory=memory_for(problem) if problem.memory_is_known else float(2**62),
+            in_flight=least_in_flight(problem, found),
+            capped=caps_in_flight(problem),
             ring_fixed=np.array([min(fixed for fixed, _ in options) for options in rings]),
             ring_rate=np.array([min(rate for _, rate in options) for options in rings]),
             speed=speed,
@@ -277,25 +283,6 @@ def _chunks(least_work: Floats, limit: float, shares: int) -> list[tuple[int, in
     stages = np.cumsum((reach - np.arange(layers)) * shares) // _CHUNK
     ends = [*np.flatnonzero(np.diff(stages)) + 1, layers]
     return list(itertools.pairwise([0, *map(int, ends)]))
-
-
-def _to_the_end(quickest: Floats, linked: NDArray[np.bool_]) -> Floats:
-    """The quickest way from each cut through all layers behind that wait for each other."""
-    way = np.zeros(len(quickest) + 1)
-    for layer in reversed(range(len(quickest))):
-        way[layer] = quickest[layer] + way[layer + 1]
-        if layer and not linked[layer]:
-            way[layer] = 0.0
-    return way
-
-
-def _room(problem: Problem) -> float:
-    """Bytes for what a stage holds; a tied parameter may be counted twice in it."""
-    if not problem.memory_is_known:
-        return float(2**62)
-    twice = sum(g.parameter_bytes * (len(g.members) - 1) for g in problem.profile.tied)
-    most = problem.most_memory
-    return float(most) + (2 + problem.optimizer_state_factor) * twice
 
 
 def _entering(problem: Problem, found: Shares) -> tuple[Floats, Floats]:

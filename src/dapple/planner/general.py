@@ -2,6 +2,7 @@
 
 1. for every M, on few cuts: layouts from the dynamic programme, ranked by the estimate; not for
    those M with which, by the lower bound, nothing can be faster than what was simulated before
+   then the bound of all plans, which says how much shorter a step can still become
 2. for the best few M, on all cuts, in every device order: more of them
 3. the best of all, on different devices, are improved by the estimate alone
 4. the best estimates are simulated, and changed while that helps: see `local`
@@ -55,10 +56,14 @@ _SMALL, _LONG = 100, (4, 16)
 """Of more layers x devices, pipelines of such lengths are looked for further away."""
 _EXPLORED, _UPHILL = 2, 8
 """Best M whose layouts are explored best first, and layouts of different length or M uphill."""
+_ALIKE = 2
+"""How many of the best estimates are simulated where they are the same."""
 _FILL = 0.3
 """Part of one micro-batch's seconds on a single device that filling the pipeline takes, roughly."""
 _BEST_COUNTS, _IN_EVERY_ORDER = 4, 2
 """Best M that are looked at closely; of equal devices so many in other orders, too."""
+_NOTHING = 0.0025
+"""Gap to the bound that is none: the bound itself is found up to 0.2 %."""
 _GOOD = 1.2
 """How much longer than the best a step may look for its M to be looked at closely."""
 
@@ -86,6 +91,18 @@ class GeneralSearch:
         self._scout()
         self._split_in_two()
         self._find_gain()
+        if self._gain > _NOTHING:
+            self._look_further()
+        # What is estimated to take longer by more than that does not get shorter than the shortest.
+        most = self._shortest * (1 + self._gain)
+        promising = {o: s for o, s in self._estimates.items() if s <= most}
+        local = LocalSearch(self.problem, self.judge)
+        best = local.run(promising)
+        if best is not None and self._gain > _NOTHING and self._is_worth_more(best[1]):
+            self._explore(best[0], local.seen)
+
+    def _look_further(self) -> None:
+        """More layouts: from all cuts and device orders, and uphill from the best."""
         for place, count in enumerate(self._best_counts()):
             if self._is_hopeless(count):
                 continue
@@ -95,10 +112,6 @@ class GeneralSearch:
         for layout in self._on_different_devices(self._ranked(), _CLIMBED):
             if self._estimates[layout] <= self._shortest:
                 self._estimate(climb(self.problem, layout))
-        local = LocalSearch(self.problem, self.judge)
-        best = local.run(self._estimates)
-        if best is not None and self._is_worth_more(best[1]):
-            self._explore(best[0], local.seen)
 
     def _is_worth_more(self, best: Layout) -> bool:
         """Whether a plan is one of very many like it: a pipeline that is long, yet can be looked at."""
@@ -146,13 +159,18 @@ class GeneralSearch:
         return not self.prospects.allow(count, self._shortest * (1 - 1e-9))
 
     def _simulate_best(self) -> None:
-        """Simulate the best estimate so far, so that other M can be found hopeless."""
+        """Simulate the best estimate so far, so that other M can be found hopeless.
+
+        The estimate of two policies is often the same, while one waits for its transfers.
+        """
         if self.prospects is None or not self._estimates:
             return
-        best = min(self._estimates, key=lambda layout: (self._estimates[layout], layout))
-        seconds = self.judge.seconds(best)
-        if seconds is not None:
-            self._shortest = min(self._shortest, seconds)
+        least = min(self._estimates.values()) * (1 + 1e-9)
+        best = [layout for layout, seconds in self._estimates.items() if seconds <= least]
+        for layout in sorted(best)[:_ALIKE]:
+            seconds = self.judge.seconds(layout)
+            if seconds is not None:
+                self._shortest = min(self._shortest, seconds)
 
     def _find_gain(self) -> None:
         """What the shortest step so far may be longer than the best, relatively: effort is for that."""

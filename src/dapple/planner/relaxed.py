@@ -19,6 +19,8 @@ from dapple.planner.tables import Ints
 from dapple.planner.traffic import Floats, MessageBytes
 
 _SLACK = 1e-9
+_ROUNDING = 64
+"""Bytes by which the sums here may be above those of a stage that just fits."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +31,9 @@ class Relaxed:
         widths: shape (R,), ascending, units of speed (`dapple.planner.mixed`), devices where all
             are equally fast; others are no faster than one of these.
         ways: shape (R, 2, N + 1), prefix sums: F + B and F.
-        work: shape (R, N + 1), prefix sums: W.
-        busy: shape (R, N + 1, N + 1): W and what comes behind it, of layers i..j; infinite where
-            they can't fit.
-        after: shape (R, N + 1): AllReduce and optimizer of layers 0..j.
+        work: shape (R, N + 1, N + 1): W of layers i..j, or what memory makes of it (`in_flight`);
+            infinite where they can't fit.
+        after: shape (R, N + 1, N + 1): AllReduce and optimizer.
         link_ways: shape (R, R, 2, N + 1): transfers between stages of these replica counts over
             each cut, F + B and F, whichever of the two sends.
         link_work: shape (R, R, N + 1): W of the same.
@@ -44,7 +45,6 @@ class Relaxed:
     widths: Ints
     ways: Floats
     work: Floats
-    busy: Floats
     after: Floats
     link_ways: Floats
     link_work: Floats
@@ -57,20 +57,13 @@ def relax(problem: Problem, found: Shares, fluid: Fluid | None = None) -> Relaxe
     """Relaxed costs for all M of a range of `row_ranges`; `fluid`: of the same, if at hand."""
     speed = max(problem.speeds)
     tables = problem.layer_tables
-    work = prefix(found.work / speed)
-    busy = _after(problem, tables, found, speed)
-    after = busy[:, 0].copy()
-    busy += work[:, None, :]
-    busy -= work[:, :, None]
-    busy[~_fits(problem, tables, found)] = np.inf
     both = np.stack([found.forward + found.backward, found.forward], axis=1)
     link_ways, link_work = _links(problem, found)
     return Relaxed(
         widths=found.units,
         ways=prefix(both / speed),
-        work=work,
-        busy=busy,
-        after=after,
+        work=_work(problem, found, speed),
+        after=_after(problem, tables, found, speed),
         link_ways=link_ways,
         link_work=link_work,
         linked=tables.linked,
@@ -88,8 +81,9 @@ def meets(relaxed: Relaxed, target: float) -> bool:
     before = np.full((relaxed.devices + 1, options, 2, layers), np.inf)
     # The first stage begins at layer 0, and its AllReduce ends the step.
     alone = relaxed.ways.copy()
-    alone[:, 0] += relaxed.after
-    np.copyto(alone, np.inf, where=(relaxed.busy[:, 0] > limit)[:, None])
+    alone[:, 0] += relaxed.after[:, 0]
+    late = relaxed.work[:, 0] + relaxed.after[:, 0] > limit
+    np.copyto(alone, np.inf, where=late[:, None])
     first, last = _band(relaxed, limit)
     counts, widths = np.arange(relaxed.devices + 1), relaxed.widths.tolist()
     behind_of, fit_of = (
@@ -128,14 +122,13 @@ def _add(
         limit: what no stage may exceed.
     """
     entered, option, begin = stages
-    work, ways = relaxed.work[option], relaxed.ways[option]
-    rows = np.arange(len(option))
-    sums = (entered[:, 0] - work[rows, begin])[:, None] + work[:, ends]
-    late = sums > limit
-    np.add(entered[:, 1, None], relaxed.busy[option, begin, ends], out=sums)
-    late |= sums > limit
+    busy, ways = relaxed.work[option, begin, ends], relaxed.ways[option]
+    late = entered[:, 0, None] + busy > limit
+    busy += relaxed.after[option, begin, ends]
+    late |= entered[:, 1, None] + busy > limit
     begins = np.concatenate([[0], np.flatnonzero(option[1:] != option[:-1]) + 1])
-    both = (entered - ways[rows, :, begin])[:, :, None] + ways[:, :, ends]
+    before = ways[np.arange(len(option)), :, begin]
+    both = (entered - before)[:, :, None] + ways[:, :, ends]
     np.copyto(both, np.inf, where=late[:, None])
     reached = np.minimum.reduceat(both, begins, axis=0)
     options = option[begins]
@@ -147,7 +140,8 @@ def _band(relaxed: Relaxed, limit: float) -> tuple[list[int], list[int]]:
 
     No device works for longer than the limit, and layers take some device-seconds at least.
     """
-    least = (np.diff(relaxed.work) * relaxed.widths[:, None]).min(axis=0)
+    steps = np.arange(len(relaxed.linked) - 1)
+    least = (relaxed.work[:, steps, steps + 1] * relaxed.widths[:, None]).min(axis=0)
     done = np.concatenate([[0.0], np.cumsum(least)])
     devices = np.arange(relaxed.devices + 1)
     last = np.searchsorted(done, limit * devices * (1 + _SLACK), side="right") - 1
@@ -178,22 +172,63 @@ def _entered(relaxed: Relaxed, before: Floats, cuts: slice, limit: float) -> Flo
     return least
 
 
-def _fits(problem: Problem, tables: LayerTables, found: Shares) -> NDArray[np.bool_]:
-    """Where layers i..j, one at least, may fit a device; shape (R, N + 1, N + 1).
+def _work(problem: Problem, found: Shares, speed: float) -> Floats:
+    """W of layers i..j, infinite where they are none or can't fit; shape (R, N + 1, N + 1)."""
+    work = _differences(prefix(found.work / speed))
+    work[:, np.tri(problem.num_layers + 1, dtype=np.bool_)] = np.inf
+    if problem.memory_is_known:
+        # In place as far as possible: making large arrays takes longer than filling them.
+        room, saved = (_differences(sums) for sums in held_bytes(problem, found))
+        np.subtract(memory_for(problem) + _ROUNDING, room, out=room)
+        room /= np.maximum(saved, 1e-6, out=saved)
+        np.floor(room, out=room)
+        too_full = room < least_in_flight(problem, found)
+        if caps_in_flight(problem):
+            back = to_the_end(found.trip.min(axis=0) / speed, problem.layer_tables.linked)
+            trips = _differences(prefix(found.trip / speed))
+            trips += back
+            rounds = np.divide(found.low, np.clip(room, 1, found.low, out=room), out=room)
+            trips *= np.ceil(rounds, out=rounds)
+            np.maximum(work, trips, out=work)
+        work[too_full] = np.inf
+    return work
 
-    They hold parameters, gradients, optimizer state and one saved micro-batch.
-    """
-    some = ~np.tri(problem.num_layers + 1, dtype=np.bool_)
-    if not problem.memory_is_known:
-        return np.broadcast_to(some, (len(found.widths), *some.shape))
-    tied = sum(group.parameter_bytes * (len(group.members) - 1) for group in problem.profile.tied)
-    parameters = np.maximum(_differences(tables.parameter_prefix) - tied, 0.0)
+
+def held_bytes(problem: Problem, found: Shares) -> tuple[Floats, Floats]:
+    """Prefix sums of what a stage holds, and for each micro-batch in flight; shape (R, N + 1)."""
+    tables = problem.layer_tables
     factors = [2 + problem.state_factor(int(most), problem.shard) for most in found.most_widths]
     saved = np.array([tables.saved_prefix(int(rows)) for rows in found.held_rows])
-    held = _differences(saved)
-    held += np.array(factors)[:, None, None] * parameters
-    fits: NDArray[np.bool_] = (held <= problem.most_memory) & some
-    return fits
+    return np.outer(factors, tables.parameter_prefix), saved
+
+
+def memory_for(problem: Problem) -> float:
+    """Bytes for what `held_bytes` says, in which a tied parameter may be counted twice."""
+    twice = sum(g.parameter_bytes * (len(g.members) - 1) for g in problem.profile.tied)
+    return float(problem.most_memory) + (2 + problem.optimizer_state_factor) * twice
+
+
+def caps_in_flight(problem: Problem) -> bool:
+    """Whether memory limits how many micro-batches are in flight.
+
+    With K of them there are at least ceil(M / K) round trips from the stage to the last one.
+    """
+    return problem.memory_is_known and not problem.recompute
+
+
+def least_in_flight(problem: Problem, found: Shares) -> int:
+    """Micro-batches that a stage must hold."""
+    return found.low if problem.schedule == "gpipe" else 1
+
+
+def to_the_end(quickest: Floats, linked: NDArray[np.bool_]) -> Floats:
+    """The quickest way from each cut through all layers behind that wait for each other."""
+    way = np.zeros(len(quickest) + 1)
+    for layer in reversed(range(len(quickest))):
+        way[layer] = quickest[layer] + way[layer + 1]
+        if layer and not linked[layer]:
+            way[layer] = 0.0
+    return way
 
 
 def _after(problem: Problem, tables: LayerTables, found: Shares, speed: float) -> Floats:
