@@ -181,3 +181,33 @@ def test_the_best_pair_of_machines_need_not_be_neighbours() -> None:
     )
     seconds = problem.step_seconds(stages, 16)
     assert lower_bound(problem, 2 * seconds, 16) <= seconds
+
+
+def test_memory_for_one_micro_batch_costs_a_round_trip_each() -> None:
+    """Two stages that hold one micro-batch at a time take turns, and both forms of the bound know."""
+    layers = tuple(
+        LayerProfile(
+            name=f"l{n}",
+            forward_seconds=(1.0,),
+            backward_seconds=(2.0,),
+            parameter_bytes=0,
+            saved_bytes=(1000,),
+        )
+        for n in range(2)
+    )
+    profile = ModelProfile(model="m", device="d", batch_sizes=(1,), layers=layers)
+    machines = Machines(
+        devices=2, kind=DeviceKind(name="d", memory=1500), inside=Link(bandwidth=1e9)
+    )
+    cluster = Cluster(name="c", machines=(machines,))
+    problem = Problem(profile, cluster, 4, micro_batch_size=1)
+    found = all_shares(problem, 4, 4)
+    for meets_target in (Demand.of(problem, found).meets, partial(meets, relax(problem, found))):
+        assert meets_target(24.0)
+        assert not meets_target(23.9)
+    plan = make_plan(profile, cluster, 4, micro_batch_size=1)
+    assert plan.predicted is not None
+    assert plan.predicted.step_seconds == pytest.approx(24.0)
+    # With memory for two, the first forward of the second micro-batch runs beside the first's rest.
+    roomy = Problem(profile, cluster.with_memory(2500), 4, micro_batch_size=1)
+    assert meets(relax(roomy, all_shares(roomy, 4, 4)), 15.0)

@@ -14,13 +14,15 @@ from dapple.costs import bytes_at, seconds_at
 from dapple.planner import SearchOptions, search
 from dapple.planner.explore import best_first, uphill
 from dapple.planner.frame import choose_step, device_orders, make_frame
+from dapple.planner.general import GeneralSearch
 from dapple.planner.grid import choose_marks
 from dapple.planner.layers import all_at, all_bytes_at
 from dapple.planner.layout import Layout
 from dapple.planner.local import guess_seconds
-from dapple.planner.neighbours import neighbours
+from dapple.planner.neighbours import neighbours, shifted_cuts
 from dapple.planner.problem import Problem
-from dapple.records import ModelProfile
+from dapple.planner.refusal import Refusal
+from dapple.records import LayerProfile, ModelProfile
 from tests.planner.instances import brute_force, random_cluster, random_profile
 from tests.planner.strategies import clusters, profiles
 
@@ -145,3 +147,39 @@ def test_exploring_finds_no_worse_layouts(seed: int) -> None:
         for other in found:
             problem.plan(other, other.stages(), "test")
     assert {other.micro_batches for other in best_first(problem, [layout])} == {16}
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 24])
+def test_no_cut_a_layer_further_is_faster(seed: int) -> None:
+    """The plan's own cuts are the best of those around them, in the simulator."""
+    rng = random.Random(seed)
+    profile, cluster = random_profile(rng, 14), random_cluster(rng, 6)
+    options = SearchOptions(exact=False)
+    plan = search(profile, cluster, 16, micro_batch_size=2, warmup="A", options=options).plan
+    problem = Problem(profile, cluster, 16, micro_batch_size=2, warmup="A")
+    bounds = (*(stage.start for stage in plan.stages), profile.num_layers)
+    devices = tuple(stage.devices for stage in plan.stages)
+    assert plan.predicted is not None
+    for other in shifted_cuts(Layout(bounds, devices, plan.num_micro_batches, "A")):
+        stages = problem.fit(other, "test")
+        if not isinstance(stages, Refusal):
+            seconds = problem.step_seconds(stages, plan.num_micro_batches)
+            assert seconds >= plan.predicted.step_seconds * (1 - 1e-9)
+
+
+def test_nothing_is_looked_for_where_the_bound_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without gradients to add up nothing is faster than data parallelism, which scouting finds."""
+    looked: list[int] = []
+    monkeypatch.setattr(GeneralSearch, "_look_closely", lambda *_: looked.append(1))
+    layers = tuple(
+        LayerProfile(
+            name=f"l{n}", forward_seconds=(1.0,), backward_seconds=(2.0,), parameter_bytes=0
+        )
+        for n in range(32)
+    )
+    profile = ModelProfile(model="m", device="d", batch_sizes=(1,), layers=layers)
+    plan = search(profile, preset("config-a:1x4"), 32, micro_batch_size=4, options=ALONE).plan
+    assert plan.num_stages == 1
+    assert not looked

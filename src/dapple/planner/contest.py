@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -14,6 +14,7 @@ from dapple.planner.bounds import layout_bounds
 from dapple.planner.estimate import estimate_seconds
 from dapple.planner.exact import families, in_order
 from dapple.planner.layout import Layout
+from dapple.planner.neighbours import shifted_cuts
 from dapple.planner.problem import Problem
 from dapple.planner.refusal import Refusal
 from dapple.planner.warmup import raise_warmup, tune_warmup
@@ -26,6 +27,8 @@ _LONG = 20_000
 """Computations of a baseline that is simulated last, and only if it can still win."""
 _TOLD = ("dp", "straight")
 """Baselines whose step is told beside the winner's, whether it can win or not."""
+_SHIFTED = 50_000
+"""Computations of all layouts with a cut moved in the end."""
 _RAISED, _TUNED = 1_000_000, 100_000
 """Stages x computations of the longest pipelines whose warm-up is raised, and lowered again."""
 _SAME = 1e-9
@@ -132,20 +135,28 @@ class Contest:
     def settle(self) -> None:
         """While one stage more or fewer is faster than the best candidate, take that and tune it.
 
-        So no plan that `explain` tells beside the chosen one is faster.
+        So no plan that `explain` tells beside the chosen one is faster. Likewise with a cut moved by a
+        layer, where simulations are short: the estimate chose the cuts, and errs by more than that.
         """
-        while self._step_aside():
+        while self._step_aside(self._joined_or_split) or self._step_aside(self._shifted):
             self.tune()
 
-    def _step_aside(self) -> bool:
-        """Whether a plan with one stage more or fewer is faster than the best, and now the best."""
+    def _joined_or_split(self, best: Candidate) -> list[Layout]:
+        place = self.problem, best.stages, best.layout.micro_batches
+        return [*one_stage_fewer(*place), *one_stage_more(*place)]
+
+    def _shifted(self, best: Candidate) -> list[Layout]:
+        found = shifted_cuts(best.layout)
+        return found if len(found) * _computations(best.layout) <= _SHIFTED else []
+
+    def _step_aside(self, around: Callable[[Candidate], list[Layout]]) -> bool:
+        """Whether a plan around the best candidate is faster, and now the best."""
         best = self.best
         if best is None:
             return False
-        place = self.problem, best.stages, best.layout.micro_batches
         found = [
             self.judge(layout, "dapple")
-            for layout in (*one_stage_fewer(*place), *one_stage_more(*place))
+            for layout in around(best)
             if self._least(layout) < best.step_seconds
         ]
         faster = [one for one in found if isinstance(one, Candidate)]

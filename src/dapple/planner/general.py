@@ -174,7 +174,8 @@ class GeneralSearch:
 
     def _find_gain(self) -> None:
         """What the shortest step so far may be longer than the best, relatively: effort is for that."""
-        if self.prospects is None or math.isinf(self._shortest):
+        size = self.problem.num_layers * self.problem.num_devices
+        if size <= _SMALL or self.prospects is None or math.isinf(self._shortest):
             return
         self._simulate_best()
         bound = lower_bound(self.problem, self._shortest, self._best_counts()[0], self.prospects)

@@ -34,7 +34,8 @@ def neighbours(problem: Problem, layout: Layout, focus: Sequence[int]) -> list[L
         focus: stages to change; all of them, or the slowest ones of a long pipeline.
     """
     found: dict[Layout, None] = {}
-    for change in (_moved_cuts, moved_devices, other_lengths):
+    found.update(dict.fromkeys(_moved_cuts(layout, focus)))
+    for change in (moved_devices, other_lengths):
         found.update(dict.fromkeys(change(problem, layout, focus)))
     found.update(dict.fromkeys(_placed(problem, layout)))
     found.update(dict.fromkeys(other_counts(problem, layout)))
@@ -61,10 +62,18 @@ def pack(order: Devices, counts: Sequence[int]) -> tuple[Devices, ...]:
     return tuple(sets)
 
 
-def _moved_cuts(problem: Problem, layout: Layout, focus: Sequence[int]) -> Iterator[Layout]:
+def shifted_cuts(layout: Layout) -> list[Layout]:
+    """The layout with any one of its cuts a layer further to the front or back."""
+    moved = _moved_cuts(layout, range(layout.num_stages), (1,))
+    return [replace(layout, bounds=other.bounds) for other in moved]
+
+
+def _moved_cuts(
+    layout: Layout, focus: Sequence[int], steps: Sequence[int] = _STEPS
+) -> Iterator[Layout]:
     bounds = layout.bounds
     for cut in sorted({c for s in focus for c in (s, s + 1)} - {0, layout.num_stages}):
-        for step in _STEPS:
+        for step in steps:
             for layer in (bounds[cut] - step, bounds[cut] + step):
                 if bounds[cut - 1] < layer < bounds[cut + 1]:
                     yield _with_bounds(layout, (*bounds[:cut], layer, *bounds[cut + 1 :]))
