@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapple.cluster import Cluster, DeviceKind, Link, Machines
+from dapple.cluster import Cluster, DeviceKind, Link, Machines, preset
 from dapple.costs import split_rows
 from dapple.planner import make_plan
 from dapple.planner.certificate import lower_bound
@@ -24,6 +24,7 @@ from dapple.planner.refusal import Refusal
 from dapple.planner.relaxed import meets, relax
 from dapple.planner.shares import row_ranges
 from dapple.records import LayerProfile, ModelProfile, StagePlan, TensorProfile
+from dapple.records.shipped import shipped_profile
 from tests.planner.instances import brute_force, random_cluster, random_profile
 from tests.planner.strategies import clusters, profiles
 
@@ -49,6 +50,43 @@ def test_no_plan_is_below_the_bound(
     assert meets(relax(problem, found), seconds)
     assert Demand.of(problem, found).meets(seconds)
     assert lower_bound(problem, 2 * seconds, count) <= seconds * (1 + 1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 10), st.integers(1, 6), st.integers(1, 16), st.data())
+def test_no_chain_is_below_the_bound_however_short_of_memory(
+    seed: int, layers: int, devices: int, batch: int, data: st.DataObject
+) -> None:
+    """Where every stage waits for the one before it and memory is known, down to what just fits."""
+    rng = random.Random(seed)
+    profile, cluster = random_profile(rng, layers), random_cluster(rng, devices)
+    count = data.draw(st.integers(1, batch), label="M")
+    stages = data.draw(st.integers(1, min(layers, devices)))
+    sets = data.draw(st.sampled_from(list(device_sequences(cluster.machine_sizes(), stages))))
+    bounds = data.draw(st.sampled_from(all_bounds(layers, stages).tolist()))
+    layout = Layout(tuple(bounds), sets, count, data.draw(st.sampled_from("AB")))
+    for memory in (2**24, 2**26, 2**28, 2**30, 2**34):
+        problem = Problem(profile, cluster.with_memory(memory), batch)
+        fitting = problem.fit(layout, "test")
+        if isinstance(fitting, Refusal):
+            continue
+        seconds = problem.step_seconds(fitting, count)
+        low, high = next(pair for pair in ranges(problem) if pair[0] <= count <= pair[1])
+        found = all_shares(problem, low, high)
+        assert meets(relax(problem, found), seconds)
+        assert Demand.of(problem, found).meets(seconds)
+
+
+@pytest.mark.parametrize(("model", "batch"), [("resnet-50", 2048), ("vgg-19", 2048)])
+def test_real_models_are_not_below_their_bound(model: str, batch: int) -> None:
+    """Also where no step is known that it may not exceed."""
+    profile = shipped_profile(model, "v100-16gb")
+    assert profile is not None
+    cluster = preset("config-a")
+    plan = make_plan(profile, cluster, batch)
+    assert plan.predicted is not None
+    step, problem = plan.predicted.step_seconds, Problem(profile, cluster, batch)
+    assert lower_bound(problem, 3 * step, plan.num_micro_batches) <= step
 
 
 @settings(max_examples=40, deadline=None)

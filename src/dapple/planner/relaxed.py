@@ -31,8 +31,9 @@ class Relaxed:
         widths: shape (R,), ascending, units of speed (`dapple.planner.mixed`), devices where all
             are equally fast; others are no faster than one of these.
         ways: shape (R, 2, N + 1), prefix sums: F + B and F.
-        work: shape (R, N + 1, N + 1): W of layers i..j, or what memory makes of it (`in_flight`);
-            infinite where they can't fit.
+        device_seconds: shape (N,), what each layer takes of the devices' time.
+        work: shape (R, N + 1, N + 1): W of layers i..j, or the round trips that memory makes them
+            wait for; infinite where they can't fit.
         after: shape (R, N + 1, N + 1): AllReduce and optimizer.
         link_ways: shape (R, R, 2, N + 1): transfers between stages of these replica counts over
             each cut, F + B and F, whichever of the two sends.
@@ -44,6 +45,7 @@ class Relaxed:
 
     widths: Ints
     ways: Floats
+    device_seconds: Floats
     work: Floats
     after: Floats
     link_ways: Floats
@@ -62,6 +64,7 @@ def relax(problem: Problem, found: Shares, fluid: Fluid | None = None) -> Relaxe
     return Relaxed(
         widths=found.units,
         ways=prefix(both / speed),
+        device_seconds=(found.work / speed * found.units[:, None]).min(axis=0),
         work=_work(problem, found, speed),
         after=_after(problem, tables, found, speed),
         link_ways=link_ways,
@@ -140,9 +143,7 @@ def _band(relaxed: Relaxed, limit: float) -> tuple[list[int], list[int]]:
 
     No device works for longer than the limit, and layers take some device-seconds at least.
     """
-    steps = np.arange(len(relaxed.linked) - 1)
-    least = (relaxed.work[:, steps, steps + 1] * relaxed.widths[:, None]).min(axis=0)
-    done = np.concatenate([[0.0], np.cumsum(least)])
+    done = prefix(relaxed.device_seconds)
     devices = np.arange(relaxed.devices + 1)
     last = np.searchsorted(done, limit * devices * (1 + _SLACK), side="right") - 1
     needed = relaxed.fluid.needed(limit, np.zeros(1))[0]
