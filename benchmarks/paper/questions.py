@@ -114,8 +114,8 @@ class Ours(Question[Judged | None]):
     case: Case
 
     def answer(self) -> Judged | None:
-        """Search without baselines and without a certificate."""
-        case, options = self.case, SearchOptions(baselines=False, certificate=False)
+        """Search without baselines."""
+        case, options = self.case, SearchOptions(baselines=False)
         try:
             return judged(
                 search(

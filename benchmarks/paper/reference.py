@@ -37,7 +37,7 @@ class Gain(Question[tuple[Judged, Judged]]):
         network = "shared" if self.one_link else "paper"
         case = Case(self.model, self.cluster, BATCHES[self.model], network)
         profile, cluster = proportional(case.profile), faster_flows(case)
-        options = SearchOptions(baselines=False, certificate=False)
+        options = SearchOptions(baselines=False)
         plan = search(profile, cluster, case.batch, network_model=network, options=options).plan
         problem = Problem(profile, cluster, case.batch, network_model=network)
         theirs = best_of(problem, paper_layouts(problem, case))
