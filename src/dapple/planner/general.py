@@ -213,10 +213,12 @@ class GeneralSearch:
         return {layout.micro_batches for layout, s in self._estimates.items() if s <= best}
 
     def _scout_count(self, count: int) -> None:
-        order = device_orders(self.problem.cluster)[0]
+        orders = device_orders(self.problem.cluster)
         marks = choose_marks(self.problem.tables(count), self._most_marks(_SCOUT_MARKS))
-        grid = self._grid(self._frame(order, count), count, marks, 1)
-        self._polish(self._try(grid, _SCOUT_VALUES), roughly=True)
+        # Whether slow devices come first or last can decide which M are good.
+        for order in orders if self.problem.speeds_differ else orders[:1]:
+            grid = self._grid(self._frame(order, count), count, marks, 1)
+            self._polish(self._try(grid, _SCOUT_VALUES), roughly=True)
 
     def _grid(self, frame: Frame, count: int, marks: Ints, in_flight: int) -> Grid:
         key = frame.order, count, len(marks), in_flight
