@@ -98,12 +98,6 @@ class Contest:
         """All that was simulated."""
         return [one for one in self._known.values() if isinstance(one, Candidate)]
 
-    @property
-    def starts(self) -> list[Layout]:
-        """What the planners came up with so far."""
-        found = [candidate.layout for candidate in self.candidates.values()]
-        return list(dict.fromkeys(found + [layout for layout, _ in self._postponed]))
-
     def try_postponed(self) -> None:
         """The baselines that are left, unless their lower bound is above the best step."""
         for layout, name in self._postponed:

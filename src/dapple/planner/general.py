@@ -81,7 +81,7 @@ class GeneralSearch:
     _frames: dict[tuple[Devices, int, int], Frame] = field(default_factory=dict)
     _grids: dict[tuple[Devices, int, int, int], Grid] = field(default_factory=dict)
 
-    def run(self, known: Iterable[Layout]) -> None:
+    def run(self, known: Iterable[Layout] = ()) -> None:
         """Search.
 
         Args:

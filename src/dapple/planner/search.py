@@ -213,7 +213,7 @@ def _search(run: Contest, options: SearchOptions, prospects: Prospects | None) -
     if options.baselines:
         run.try_baselines(candidates(run.problem), postpone=True)
     if not (options.exact and run.try_all()):
-        GeneralSearch(run.problem, run, prospects).run(run.starts)
+        GeneralSearch(run.problem, run, prospects).run()
     run.try_postponed()
 
 
