@@ -23,7 +23,14 @@ from dapple.planner.problem import Problem
 from dapple.planner.refusal import Refusal
 from dapple.planner.relaxed import meets, relax
 from dapple.planner.shares import row_ranges
-from dapple.records import LayerProfile, ModelProfile, StagePlan, TensorProfile
+from dapple.records import (
+    LayerProfile,
+    ModelProfile,
+    StagePlan,
+    TensorProfile,
+    TiedGroup,
+    TiedMember,
+)
 from dapple.records.shipped import shipped_profile
 from tests.planner.instances import brute_force, random_cluster, random_profile
 from tests.planner.strategies import clusters, profiles
@@ -248,3 +255,55 @@ def test_memory_for_one_micro_batch_costs_a_round_trip_each() -> None:
     # With memory for two, the first forward of the second micro-batch runs beside the first's rest.
     roomy = Problem(profile, cluster.with_memory(2500), 4, micro_batch_size=1)
     assert meets(relax(roomy, all_shares(roomy, 4, 4)), 15.0)
+
+
+def _one_kind(devices: int, memory: int) -> Cluster:
+    kind = DeviceKind(name="d", memory=memory)
+    machines = Machines(devices=devices, kind=kind, inside=Link(bandwidth=1e9))
+    return Cluster(name="c", machines=(machines,))
+
+
+def _layers(count: int, parameter_bytes: int, **costs: tuple[float, ...]) -> ModelProfile:
+    sizes = len(costs["forward_seconds"])
+    layers = tuple(
+        LayerProfile.model_validate({"name": f"l{n}", "parameter_bytes": parameter_bytes, **costs})
+        for n in range(count)
+    )
+    return ModelProfile(
+        model="m", device="d", batch_sizes=tuple(range(1, sizes + 1)), layers=layers
+    )
+
+
+def test_a_bound_of_nothing_is_found() -> None:
+    """Layers that cost nothing, too big for one device, with tied parameters to add up: the bound is 0."""
+    profile = _layers(3, 2**30, forward_seconds=(0.0,), backward_seconds=(0.0,), saved_bytes=(0,))
+    members = tuple(TiedMember(layer=n, parameter="w") for n in (0, 2))
+    profile = profile.model_copy(
+        update={"tied": (TiedGroup(parameter_bytes=2**30, members=members),)}
+    )
+    plan = make_plan(profile, _one_kind(3, 2 * 2**30 + 2**24), 4, optimizer="sgd")
+    assert plan.predicted is not None
+    assert plan.predicted.step_seconds > 0
+    assert plan.predicted.lower_bound_seconds == 0
+
+
+def test_recomputing_all_forwards_holds_one_micro_batch() -> None:
+    """GPipe keeps M micro-batches' activations, unless its stages make them again."""
+    costs = {"forward_seconds": (1.0,), "backward_seconds": (2.0,), "saved_bytes": (1000,)}
+    profile, cluster = _layers(12, 0, **costs), _one_kind(2, 20000)
+    given = {"micro_batch_size": 1, "schedule": "gpipe", "recompute": True}
+    plan = make_plan(profile, cluster, 8, **given)  # type: ignore[arg-type]
+    assert plan.predicted is not None
+    step, problem = plan.predicted.step_seconds, Problem(profile, cluster, 8, **given)  # type: ignore[arg-type]
+    assert lower_bound(problem, 3 * step, 8) <= step
+
+
+def test_fewer_rows_may_take_longer() -> None:
+    """A round trip is that of the micro-batch that is quicker, though it be the larger one."""
+    costs = {"forward_seconds": (2.0, 1.0), "backward_seconds": (4.0, 2.0)}
+    profile, cluster = _layers(1, 0, **costs, saved_bytes=(1000, 2000)), _one_kind(1, 2500)
+    plan = make_plan(profile, cluster, 3, micro_batch_size=2, optimizer="sgd")
+    assert plan.predicted is not None
+    assert plan.predicted.step_seconds == pytest.approx(9.0)
+    problem = Problem(profile, cluster, 3, micro_batch_size=2, optimizer="sgd")
+    assert lower_bound(problem, 27.0, 2) <= 9.0

@@ -172,3 +172,21 @@ def test_sharing_never_makes_the_plan_longer(
     assert bound <= step * (1 + 1e-9)
     if exact and plain is not None and plain.predicted is not None:
         assert step <= plain.predicted.step_seconds * (1 + 1e-9)
+
+
+def test_an_update_without_parameters_is_not_shared() -> None:
+    """A profile may say so: there is nothing that a replica could do for the other."""
+    layer = LayerProfile(
+        name="l",
+        forward_seconds=(1.0,),
+        backward_seconds=(2.0,),
+        parameter_bytes=0,
+        saved_bytes=(MIB,),
+        optimizer_seconds=0.5,
+    )
+    profile = ModelProfile(model="one", device="d", batch_sizes=(1,), layers=(layer,))
+    problem = Problem(profile, _pair(2**30), 2, shard=True)
+    stages = problem.fit(Layout((0, 1), ((0, 1),), 1), "test")
+    assert not isinstance(stages, Refusal)
+    shared = stages[0].model_copy(update={"shard": "optimizer"})
+    assert problem.step_seconds([shared], 1) == pytest.approx(3.5)

@@ -56,7 +56,7 @@ def update_seconds(model: CostModel, stage: StagePlan) -> tuple[float, ...]:
         return tuple(alone)
     size = model.parameter_bytes(stage.start, stage.stop)
     parts = [
-        seconds * share / size if size else 0.0
+        seconds * share / size if size else seconds
         for seconds, share in zip(alone, state_shares(model, stage), strict=True)
     ]
     sent = size - _spread_bytes(model, stage)

@@ -33,6 +33,8 @@ from dapple.planner.relaxed import meets, relax
 
 _CLOSE = 1.002
 """The bound is found up to this factor."""
+_NOTHING = 1e-12
+"""Steps as short as this, relatively, may be none at all."""
 _SMALL = 1_000
 """Devices x layers up to which the replicas of the last stage are part of the state."""
 
@@ -127,12 +129,13 @@ class _Check:
         """The largest T, up to a factor, that no plan with these M meets, if it is below `high`."""
         if not self.allows(high):
             return high
+        nothing = high * _NOTHING
         least = self._fluid.least_seconds(units_of(self._problem).total, high)
         low, ratio = max(high / _CLOSE, least), _CLOSE
         while low > least and self.allows(low):
             high, ratio = low, ratio * ratio
             low = max(high / ratio, least)
-        while high > low * _CLOSE:
+        while high > max(low * _CLOSE, nothing):
             middle = (low + high) / 2
             low, high = (low, middle) if self.allows(middle) else (middle, high)
         return low

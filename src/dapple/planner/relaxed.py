@@ -218,8 +218,8 @@ def caps_in_flight(problem: Problem) -> bool:
 
 
 def least_in_flight(problem: Problem, found: Shares) -> int:
-    """Micro-batches that a stage must hold."""
-    return found.low if problem.schedule == "gpipe" else 1
+    """Micro-batches whose activations a stage must hold; recomputing, all but one of their inputs."""
+    return found.low if problem.schedule == "gpipe" and not problem.recompute else 1
 
 
 def to_the_end(quickest: Floats, linked: NDArray[np.bool_]) -> Floats:
