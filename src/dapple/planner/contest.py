@@ -25,7 +25,7 @@ _SIMULATION_LIMIT = 300
 _BASELINE_TRIES = 2
 _LONG = 20_000
 """Computations of a baseline that is simulated last, and only if it can still win."""
-_TOLD = ("dp", "straight")
+TOLD = ("dp", "straight")
 """Baselines whose step is told beside the winner's, whether it can win or not."""
 _SHIFTED = 50_000
 """Computations of all layouts with a cut moved in the end."""
@@ -61,18 +61,24 @@ class Contest:
     _known: dict[Layout, Candidate | Refusal] = field(default_factory=dict)
     _postponed: list[tuple[Layout, str]] = field(default_factory=list)
 
-    def try_baselines(self, names: Iterable[str], postpone: bool = False) -> None:
+    def try_baselines(
+        self,
+        names: Iterable[str],
+        postpone: bool = False,
+        may_win: Callable[[int], bool] = lambda _: True,
+    ) -> None:
         """Every baseline, at the numbers of micro-batches that look best for it.
 
         Args:
             names: which baselines.
             postpone: leave for `try_postponed` what takes long to simulate or is of use only where
                 it wins.
+            may_win: whether a plan with this M may be the best; others are left out.
         """
         for name in names:
             guesses: list[tuple[float, Layout]] = []
             refused: list[Layout] = []
-            for count in self.problem.micro_batch_counts:
+            for count in filter(may_win, self.problem.micro_batch_counts):
                 for layout in self._variants(BASELINES[name](self.problem, count)):
                     warmup = self.problem.guess_warmup(layout)
                     if warmup is None:
@@ -87,7 +93,7 @@ class Contest:
                 for layout in refused[-_BASELINE_TRIES:]:
                     self.judge(layout, name)
             for number, (_, layout) in enumerate(sorted(guesses)[:_BASELINE_TRIES]):
-                told = number == 0 and name in _TOLD and _computations(layout) <= _LONG
+                told = number == 0 and name in TOLD and _computations(layout) <= _LONG
                 if postpone and not told:
                     self._postponed.append((layout, name))
                 else:

@@ -12,7 +12,7 @@ from dapple.errors import InputError, MemoryPlanError
 from dapple.planner.baselines import BASELINES, FIXED_SCHEDULES, candidates
 from dapple.planner.certificate import Prospects, lower_bound
 from dapple.planner.collecting import seldom_collecting
-from dapple.planner.contest import Candidate, Contest, better
+from dapple.planner.contest import TOLD, Candidate, Contest, better
 from dapple.planner.general import GeneralSearch
 from dapple.planner.notes import expected, notes_on, nothing_fits
 from dapple.planner.paper import FORMULAS
@@ -210,10 +210,19 @@ def search(
 
 def _search(run: Contest, options: SearchOptions, prospects: Prospects | None) -> None:
     """Baselines, then every layout if they are few, else the general search."""
-    if options.baselines:
-        run.try_baselines(candidates(run.problem), postpone=True)
+    names = candidates(run.problem) if options.baselines else ()
+    run.try_baselines([name for name in names if name in TOLD], postpone=True)
     if not (options.exact and run.try_all()):
         GeneralSearch(run.problem, run, prospects).run()
+    best = run.best
+
+    def may_win(count: int) -> bool:
+        if prospects is None or best is None:
+            return True
+        return prospects.allow(count, best.step_seconds * (1 - 1e-9))
+
+    rest = [name for name in names if name not in TOLD]
+    run.try_baselines(rest, postpone=True, may_win=may_win)
     run.try_postponed()
 
 
