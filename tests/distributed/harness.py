@@ -4,8 +4,8 @@
     def check_routing(rank, world_size, plan): ...                      # at module level
 
 A process takes seconds to import torch, so one does it and forks the ranks, after what `prepare` has
-made for all of them, such as captured models. Even so, run many cases inside the function. Say what a rank does with note_action(), or hand the rank's Progress to watch(). The
-function finds the default process group initialised, and RANK, WORLD_SIZE, LOCAL_RANK,
+made for all of them, such as captured models. Even so, run many cases inside the function. Say what a
+rank does with note_action(), or hand the rank's Progress to watch(). The function finds the default process group initialised, and RANK, WORLD_SIZE, LOCAL_RANK,
 MASTER_ADDR and MASTER_PORT set as torchrun sets them. Like torchrun, the parent hosts the store:
 no port can be taken by another process in between, and the store outlives every rank.
 """

@@ -1,8 +1,8 @@
 """The search that scales: dynamic programme for many M, then the simulator and local changes.
 
 1. for every M, on few cuts: layouts from the dynamic programme, ranked by the estimate; not for
-   those M with which, by the lower bound, nothing can be faster than what was simulated before
-   then the bound of all plans, which says how much shorter a step can still become
+   those M with which, by the lower bound, nothing can be faster than what was simulated before,
+   and then the bound of all plans, which says how much shorter a step can still become
 2. for the best few M, on all cuts, in every device order: more of them
 3. the best of all, on different devices, are improved by the estimate alone
 4. the best estimates are simulated, and changed while that helps: see `local`
@@ -94,7 +94,7 @@ class GeneralSearch:
         if self._gain > _NOTHING:
             self._look_further()
         # What is estimated to take longer by more than that does not get shorter than the shortest.
-        most = self._shortest * (1 + self._gain)
+        most = self._shortest * (1 + self._gain) if math.isfinite(self._gain) else math.inf
         promising = {o: s for o, s in self._estimates.items() if s <= most}
         local = LocalSearch(self.problem, self.judge)
         best = local.run(promising)
